@@ -1,0 +1,269 @@
+"""Directories that onecard writes: whole or absent, with their provenance.
+
+A finished directory holds `onecard.json`: the format, what kind of thing it is, the full configuration, the parents it
+was made from, the hash of each file, and the versions of the libraries. The manifest is written last, so a directory
+without it is unfinished. Work is written to a sibling temporary directory, flushed, and renamed into place.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import onecard
+from onecard.errors import ArtifactError
+
+MANIFEST = "onecard.json"
+FORMAT = 1
+_VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `onecard.json` says.
+
+    `kind` is corpus, tokenizer, tokens, model, run or evaluation. `fingerprint` is the hash of everything that decided
+    the content (settings and inputs); `content_hash` is the hash of the content itself. `result` is the short summary
+    that the verb printed.
+    """
+
+    kind: str
+    fingerprint: str
+    content_hash: str
+    settings: dict[str, Any]
+    parents: list[dict[str, str]]
+    files: dict[str, dict[str, Any]]
+    versions: dict[str, str]
+    created: str
+    result: dict[str, Any]
+
+
+def hash_bytes(data: bytes) -> str:
+    """128-bit content hash, in hexadecimal (xxHash: fast, for identity and damage, not against forgery)."""
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path) -> str:
+    """128-bit content hash of a file, read in blocks of 4 MiB."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(4 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_json(value: Any) -> str:
+    """Hash of a JSON-able value, independent of the order of keys."""
+    return hash_bytes(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode())
+
+
+def hash_tree(path: Path) -> str:
+    """Hash of a file, or of every file below a directory with its relative name (manifests and reports left out)."""
+    if path.is_file():
+        return hash_file(path)
+    return _combined({name: entry["hash"] for name, entry in _file_table(path, payload_files(path)).items()})
+
+
+def payload_files(directory: Path) -> list[Path]:
+    """The files that make up the content of a directory: all but manifests and reports for people, sorted by name."""
+    skipped = {MANIFEST, "report.html"}
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in skipped)
+
+
+def _file_table(directory: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    return {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "hash": hash_file(path)}
+        for path in files
+    }
+
+
+def _combined(hashes: Mapping[str, str]) -> str:
+    return hash_json(sorted(hashes.items()))
+
+
+def versions() -> dict[str, str]:
+    """Versions of onecard, Python and the libraries that decide results."""
+    found = {"onecard": onecard.__version__, "python": platform.python_version()}
+    for package in _VERSIONED_PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a small UTF-8 file so that a reader sees the old or the new content, never a part, even after power loss."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with disk_faults(path), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        flush_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """`write_text_atomically` of indented JSON."""
+    write_text_atomically(path, json.dumps(value, ensure_ascii=False, indent=2, default=str) + "\n")
+
+
+def flush_directory(path: Path) -> None:
+    """Make a rename in `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(path: Path) -> None:
+    """Flush every file and directory below `path` to the disk."""
+    for item in path.rglob("*"):
+        if item.is_file():
+            with item.open("rb") as file:
+                os.fsync(file.fileno())
+        elif item.is_dir():
+            flush_directory(item)
+    flush_directory(path)
+
+
+@contextmanager
+def disk_faults(path: Path) -> Iterator[None]:
+    """Turn a full disk, a read-only folder or a missing permission into an error that the user can mend."""
+    try:
+        yield
+    except OSError as fault:
+        if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ArtifactError(
+                f"The disk is full while writing {path}.",
+                "Free some space (or choose another --output) and run the same command again; finished work is kept.",
+            ) from fault
+        if fault.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise ArtifactError(f"{path} cannot be written ({fault.strerror}).", "Choose another --output.") from fault
+        raise
+
+
+@contextmanager
+def new_directory(output: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary directory beside `output`; on success flush it and rename it to `output`.
+
+    On any error the temporary directory is removed and `output` is as it was. An existing `output` is refused unless
+    it is empty or `replace` is true; what stood there is moved aside first and removed only after the rename.
+    """
+    output = output.absolute()
+    if output.exists() and not replace and (not output.is_dir() or any(output.iterdir())):
+        raise ArtifactError(f"{output} already exists.", "Choose another --output, or pass --overwrite to replace it.")
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.part")
+    with disk_faults(output):
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            flush_tree(temporary)
+            aside = None
+            if output.exists():
+                aside = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.old")
+                output.replace(aside)
+            temporary.replace(output)
+            flush_directory(output.parent)
+            if aside is not None:
+                shutil.rmtree(aside)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_manifest(
+    directory: Path,
+    kind: str,
+    *,
+    settings: Mapping[str, Any],
+    parents: Iterable[Path] = (),
+    fingerprint: str = "",
+    result: Mapping[str, Any] | None = None,
+    files: Iterable[Path] | None = None,
+) -> Manifest:
+    """Hash the files of `directory` and write its `onecard.json`: the last act of making it.
+
+    `parents` are files or directories it was made from (recorded with their content hashes); `files` restricts the
+    content that is hashed (default: everything but reports).
+    """
+    table = _file_table(directory, payload_files(directory) if files is None else files)
+    manifest = Manifest(
+        kind=kind,
+        fingerprint=fingerprint or hash_json(settings),
+        content_hash=_combined({name: entry["hash"] for name, entry in table.items()}),
+        settings=dict(settings),
+        parents=[{"path": str(path), "content_hash": content_hash(path)} for path in parents],
+        files=table,
+        versions=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        result=dict(result or {}),
+    )
+    write_json_atomically(directory / MANIFEST, {"format": FORMAT, **manifest.__dict__})
+    return manifest
+
+
+def content_hash(path: Path) -> str:
+    """The content hash of a file or directory: from its manifest where it has one, else computed."""
+    if (path / MANIFEST).is_file():
+        return read_manifest(path).content_hash
+    return hash_tree(path)
+
+
+def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
+    """Read `onecard.json`; ArtifactError if it is missing, unreadable, of another version or of another kind."""
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory} is not a directory.", "Check the path; make it with the stage before.")
+    if not path.is_file():
+        raise ArtifactError(
+            f"{directory} has no {MANIFEST}: it was not finished, or not made by onecard.",
+            "Run the command that makes it again.",
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        found = int(raw.pop("format"))
+        if found != FORMAT:
+            raise ArtifactError(
+                f"{path} has format {found}; this onecard {onecard.__version__} reads format {FORMAT}.",
+                "Make the directory again with this version, or use the version that made it "
+                f"({raw.get('versions', {}).get('onecard', 'unknown')}).",
+            )
+        manifest = Manifest(**raw)
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise ArtifactError(f"{path} is damaged ({fault}).", "Run the command that makes it again.") from fault
+    if kind is not None and manifest.kind != kind:
+        raise ArtifactError(
+            f"{directory} holds a {manifest.kind}, not a {kind}.", f"Give a directory that holds a {kind}."
+        )
+    return manifest
+
+
+def verify(directory: Path) -> Manifest:
+    """Compare every file with its hash in the manifest; ArtifactError names the first that differs."""
+    manifest = read_manifest(directory)
+    for name, entry in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise ArtifactError(f"{path} is missing.", "Run the command that makes it again.")
+        if path.stat().st_size != entry["bytes"] or hash_file(path) != entry["hash"]:
+            raise ArtifactError(f"{path} is damaged or was changed by hand.", "Run the command that makes it again.")
+    return manifest

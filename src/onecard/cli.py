@@ -1,0 +1,122 @@
+"""`onecard VERB ...`: a table of verbs by import string, and the only place that catches OnecardError.
+
+Nothing heavy is imported until a verb runs: `onecard --help` needs no pydantic, `onecard VERB --help` no torch.
+A verb's function takes its configuration and returns the JSON document that `--json` prints.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onecard
+from onecard import console
+from onecard.errors import ConfigError, OnecardError
+
+
+@dataclass(frozen=True)
+class VerbEntry:
+    """Where a verb lives: its function, its configuration in onecard.config, its section of a recipe, one phrase."""
+
+    function: str
+    configuration: str
+    section: str
+    summary: str
+
+
+VERBS: dict[str, VerbEntry] = {
+    "new": VerbEntry("onecard.pipeline:new", "NewConfig", "", "lay out a project of your own"),
+    "run": VerbEntry("onecard.pipeline:run", "RunConfig", "", "walk a recipe from text to a served model"),
+    "clean": VerbEntry("onecard.data.clean:clean", "CleanConfig", "clean", "text in any encoding becomes a corpus"),
+    "tokenizer train": VerbEntry(
+        "onecard.tokenizer.train:train", "TokenizerTrainConfig", "tokenizer", "train a tokenizer on a corpus"
+    ),
+    "pretrain": VerbEntry(
+        "onecard.train.pretrain:pretrain", "PretrainConfig", "pretrain", "train a language model from nothing"
+    ),
+    "finetune": VerbEntry("onecard.train.finetune:finetune", "FinetuneConfig", "finetune", "teach a model to answer"),
+    "evaluate": VerbEntry(
+        "onecard.evaluate.evaluate:evaluate", "EvaluateConfig", "evaluate", "measure a model on text it has not seen"
+    ),
+    "chat": VerbEntry("onecard.serve.chat:chat", "ChatConfig", "", "talk to a model in the terminal"),
+    "serve": VerbEntry(
+        "onecard.serve.server:serve", "ServeConfig", "", "serve a model over an OpenAI-compatible HTTP interface"
+    ),
+}
+
+
+def _overview() -> str:
+    width = max(len(name) for name in VERBS)
+    lines = [f"onecard {onecard.__version__}: your text, your card, your model.", "", "usage: onecard VERB ...", ""]
+    lines += [f"  {name:<{width}}  {entry.summary}" for name, entry in VERBS.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`onecard VERB --help` lists a verb's settings. `onecard run recipes/quickstart.toml` shows the whole way.",
+        ]
+    )
+
+
+def _find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb (one or two words) and the arguments after it."""
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in VERBS:
+            return name, list(words[length:])
+    groups = [name for name in VERBS if name.split()[0] == words[0]]
+    if groups:
+        raise ConfigError(f"`onecard {words[0]}` needs a second word.", f"One of: {', '.join(groups)}.")
+    from onecard.config import nearest
+
+    hint = nearest(words[0], VERBS).strip()
+    raise ConfigError(f"There is no verb {words[0]}.", hint or "See onecard --help.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status (see the contracts in docs/en/architecture.md)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Nothing is fetched at run time: the hub client is told so before it can be imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    debug = "--debug" in words
+    console.configure(json_output="--json" in words, quiet="--quiet" in words)
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            sys.stdout.write(_overview() + "\n")
+            return 0
+        if words[0] in ("-V", "--version"):
+            sys.stdout.write(f"onecard {onecard.__version__}\n")
+            return 0
+        name, rest = _find_verb(words)
+        entry = VERBS[name]
+        config = importlib.import_module("onecard.config")
+        kind = getattr(config, entry.configuration)
+        parsed = vars(config.parser(kind, f"onecard {name}", entry.section).parse_args(config.hyphenate(rest)))
+        settings = config.from_arguments(kind, parsed, entry.section)
+        module, function = entry.function.split(":")
+        answer = getattr(importlib.import_module(module), function)(settings)
+        if "--json" in words:
+            console.document(answer)
+        return 0
+    except OnecardError as fault:
+        if debug:
+            traceback.print_exc()
+        console.failure(fault.what, fault.remedy)
+        return fault.exit_status
+    except KeyboardInterrupt:
+        console.failure("Interrupted.", "Run the same command again; finished stages and checkpoints are kept.")
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (such as `head`) went away: nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Smaller and exported forms of a model."""

@@ -1,0 +1,225 @@
+"""The only module that prints.
+
+Results (what a person asked for) go to stdout; progress, notes and warnings go to stderr, so that a pipe stays clean.
+With `--json` stdout carries one JSON document, printed once at the end by `cli`, and every other result is silenced.
+All output survives a terminal that cannot encode it: unknown characters are replaced, never raised.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+
+@dataclass
+class _State:
+    """Set once by `cli` before a verb runs."""
+
+    json: bool = False
+    quiet: bool = False
+    rich: dict[str, RichConsole] = field(default_factory=dict)
+
+
+_state = _State()
+
+
+def configure(*, json_output: bool = False, quiet: bool = False) -> None:
+    """Choose the form of the output and make both streams safe for any text, whatever the locale."""
+    _state.json, _state.quiet = json_output, quiet
+    _state.rich.clear()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Under LC_ALL=C Python may choose ASCII; the terminals of today read UTF-8, and a log file should be UTF-8.
+            encoding = "utf-8" if (stream.encoding or "ascii").lower() in ("ascii", "ansi_x3.4-1968") else None
+            stream.reconfigure(encoding=encoding, errors="replace")
+
+
+def _rich(name: str) -> RichConsole:
+    stream: TextIO = sys.stdout if name == "stdout" else sys.stderr
+    console = _state.rich.get(name)
+    if console is None or console.file is not stream:  # pytest swaps the streams between tests
+        from rich.console import Console
+
+        width = None if stream.isatty() else 120
+        console = Console(file=stream, soft_wrap=True, highlight=False, width=width)
+        _state.rich[name] = console
+    return console
+
+
+def result(text: str = "") -> None:
+    """Print one line (or block) of what the user asked for; plain text, no markup."""
+    if not _state.json:
+        _rich("stdout").print(text, markup=False)
+
+
+def result_fragment(text: str) -> None:
+    """Print part of a line of the result at once, as a model writes it."""
+    if not _state.json:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table of results; numbers are right-aligned."""
+    if _state.json:
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+        drawn.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(Text(format_number(cell) if isinstance(cell, int | float) else str(cell)) for cell in row))
+    _rich("stdout").print(drawn)
+
+
+def document(value: Any) -> None:
+    """Print the one JSON document of `--json`."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Say something useful while working (stderr)."""
+    if not _state.quiet:
+        _rich("stderr").print(text, markup=False)
+
+
+def heading(text: str) -> None:
+    """Begin a stage of a longer work (stderr)."""
+    if not _state.quiet:
+        _rich("stderr").print(text, markup=False, style="bold cyan")
+
+
+def warn(text: str) -> None:
+    """Say what was not honoured, dropped or surprising (stderr); never silenced."""
+    from rich.text import Text
+
+    _rich("stderr").print(Text.assemble(("warning: ", "yellow"), text))
+
+
+def failure(what: str, remedy: str) -> None:
+    """Print a user's error: one line what, one line what to do (stderr)."""
+    from rich.text import Text
+
+    _rich("stderr").print(Text.assemble(("error: ", "bold red"), what))
+    if remedy:
+        _rich("stderr").print(Text.assemble(("  fix: ", "bold green"), remedy))
+
+
+def ask(prompt: str) -> str:
+    """Read one line from the user; EOFError at the end of input."""
+    _rich("stderr").print(prompt, end="", markup=False)
+    return input()
+
+
+def format_number(value: float) -> str:
+    """12,345 for whole numbers; three or four significant digits otherwise."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) or value == int(value) and abs(value) >= 1000:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.4g}"
+
+
+def format_bytes(count: float) -> str:
+    """Binary units: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """'8.3 s', '4 min 05 s', '2 h 10 min', '3 d 4 h'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+class Progress:
+    """Counts done work and says how long the rest takes.
+
+    The time left is the rest divided by the mean rate since the start of this process (not counting work that was
+    already done when it started), so that a pause or a slow first step shows for what it is.
+    """
+
+    def __init__(self, description: str, total: float, unit: str, done: float, advance_line_seconds: float) -> None:
+        self.description, self.total, self.unit = description, total, unit
+        self.done = self._initial = done
+        self._started = self._printed = time.monotonic()
+        self._line_seconds = advance_line_seconds
+        self._live: Any = None
+        self._task: Any = None
+        self._status = ""
+
+    def advance(self, amount: float = 1, status: str | None = None) -> None:
+        """Record `amount` more units as done; `status` is a short text shown beside (such as the loss)."""
+        self.done += amount
+        if status is not None:
+            self._status = status
+        if self._live is not None:
+            self._live.update(self._task, completed=self.done, total=self.total, status=self._text())
+            return
+        now = time.monotonic()
+        if not _state.quiet and now - self._printed >= self._line_seconds:
+            self._printed = now
+            note(
+                f"  {self.description}: {format_number(self.done)}/{format_number(self.total)} {self.unit}  {self._text()}"
+            )
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the total at the mean rate so far; None before anything is measured."""
+        fresh, elapsed = self.done - self._initial, time.monotonic() - self._started
+        return None if fresh <= 0 else (self.total - self.done) * elapsed / fresh
+
+    def _text(self) -> str:
+        left = self.seconds_left()
+        parts = [self._status] if self._status else []
+        if left is not None:
+            parts.append(f"{format_duration(max(left, 0))} left")
+        return "  ".join(parts)
+
+
+@contextmanager
+def progress(
+    description: str, total: float, unit: str = "", *, done: float = 0, line_seconds: float = 10
+) -> Iterator[Progress]:
+    """Show long work on stderr: a live bar on a terminal, one line every `line_seconds` elsewhere."""
+    bar = Progress(description, total, unit, done, line_seconds)
+    if _state.quiet or not sys.stderr.isatty():
+        yield bar
+        return
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    live = RichProgress(
+        TextColumn("  {task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
+        TextColumn("{task.fields[status]}"),
+        console=_rich("stderr"),
+        transient=False,
+    )
+    with live:
+        bar._live, bar._task = live, live.add_task(description, total=total, completed=done, status="")
+        yield bar

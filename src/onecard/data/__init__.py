@@ -1,0 +1,1 @@
+"""Text in any encoding becomes a corpus, a token store and batches."""

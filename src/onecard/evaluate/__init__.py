@@ -1,0 +1,1 @@
+"""Measuring a model on text it has not seen."""

@@ -1,0 +1,1 @@
+"""What this computer is and how fast it is."""

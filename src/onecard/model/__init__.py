@@ -1,0 +1,1 @@
+"""Architectures, their attention over packed documents, and a loss that never holds all logits."""

@@ -1,0 +1,91 @@
+"""Opening model directories: Hugging Face layout, safetensors only, no remote code, no network.
+
+A path may be a model directory or a run directory (its model/ is taken).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onecard.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+def model_directory(path: Path) -> Path:
+    """The directory with config.json: `path` itself or its model/. ArtifactError says what is missing."""
+    if not path.exists():
+        raise ArtifactError(f"There is no model at {path}.", "Check the path; train one with `onecard pretrain`.")
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    if (path / "checkpoints").is_dir():
+        raise ArtifactError(
+            f"The run in {path} is not finished: it has checkpoints but no model yet.",
+            "Run the command that started it again; it resumes.",
+        )
+    raise ArtifactError(f"{path} holds no model (no config.json).", "Give a model directory or a finished run.")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a tokenizer, model or run directory."""
+    directory = path if (path / "tokenizer.json").is_file() else path / "model"
+    if not (directory / "tokenizer.json").is_file():
+        raise ArtifactError(
+            f"{path} holds no tokenizer (no tokenizer.json).",
+            "Give a directory written by `onecard tokenizer train`, or a complete model directory.",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as fault:
+        raise ArtifactError(
+            f"The tokenizer in {directory} cannot be read: {_first_line(fault)}.", _COPY_AGAIN
+        ) from fault
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def load_model(
+    path: Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa", device: str = "cpu"
+) -> PreTrainedModel:
+    """The causal language model of a directory in evaluation mode; `dtype` None keeps fp32 (the form it is trained in)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = model_directory(path)
+    if not any(directory.glob("*.safetensors")):
+        raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", _COPY_AGAIN)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype or torch.float32,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as fault:
+        raise ArtifactError(f"The model in {directory} cannot be read: {_first_line(fault)}.", _COPY_AGAIN) from fault
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, path: Path) -> None:
+    """ArtifactError if the tokenizer has an id that the model has no row for."""
+    largest = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise ArtifactError(
+            f"The tokenizer in {path} has ids up to {largest}, the model has {rows} rows: they do not belong together.",
+            "Use the tokenizer that the model was trained with.",
+        )
+
+
+_COPY_AGAIN = "Copy or make the directory again; it is incomplete or damaged."
+
+
+def _first_line(fault: BaseException) -> str:
+    return (str(fault).strip().splitlines() or [type(fault).__name__])[0].rstrip(".")

@@ -1,0 +1,1 @@
+"""What fits and how long it takes, said before the run."""

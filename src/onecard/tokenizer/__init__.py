@@ -1,0 +1,1 @@
+"""Training a tokenizer, its chat template, and its report."""

@@ -1,0 +1,1 @@
+"""The one training loop and the verbs that give it an objective and batches."""
