@@ -45,6 +45,8 @@ figure svg { width: 100%; height: auto; display: block; }
 .sample { background: var(--card); border: 1px solid var(--line); border-left: 3px solid var(--accent);
   border-radius: .4rem; padding: .7rem 1rem; margin: .6rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .sample small { display: block; color: var(--soft); }
+.pieces i { font-style: normal; border-radius: .2rem; } .pieces i:nth-of-type(odd) { background: var(--mark); }
+.pieces i:nth-of-type(even) { background: var(--line); } .pieces sup { color: var(--soft); font-size: .65em; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 """
@@ -93,6 +95,14 @@ class Page:
         """A piece of text as it is, line breaks kept."""
         small = f"<small>{html.escape(caption)}</small>" if caption else ""
         self._parts.append(f'<div class="sample">{small}{html.escape(text)}</div>')
+
+    def pieces(self, pieces: Sequence[tuple[str, int]], caption: str = "") -> None:
+        """A text cut into (piece, number of units in it): neighbours are coloured in turn, counts above 1 raised."""
+        small = f"<small>{html.escape(caption)}</small>" if caption else ""
+        spans = "".join(
+            f"<i>{html.escape(piece)}{f'<sup>{count}</sup>' if count > 1 else ''}</i>" for piece, count in pieces
+        )
+        self._parts.append(f'<div class="sample pieces">{small}{spans}</div>')
 
     def details(self, summary: str, text: str) -> None:
         """Text that is folded away until asked for."""

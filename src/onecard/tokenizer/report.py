@@ -1,0 +1,215 @@
+"""How well a tokenizer fits a corpus: characters and bytes a token by language, longest tokens, unused entries, splits.
+
+In: a tokenizer and a corpus. Out: numbers for the result, and report.html for a person. Numbers come from held-out
+documents, which the tokenizer was not trained on; where there are none, from the training documents, and a note says
+so. It does not know how the tokenizer came to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onecard import console
+from onecard.data.corpus import Document, read_documents
+from onecard.report import Page
+from onecard.tokenizer.special import BYTES, FIXED_TOKENS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Enough to know three digits of a ratio; more would only cost time.
+MEASURED_CHARACTERS = 2_000_000
+BATCH_DOCUMENTS = 256
+SAMPLE_CHARACTERS = 160
+LONGEST_SHOWN = 40
+
+
+@dataclass
+class Count:
+    """What the text of one language comes to."""
+
+    documents: int = 0
+    characters: int = 0
+    bytes: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Measurement:
+    """What `measure` found; `used` holds the ids seen at least once, `longest` the longest tokens as text."""
+
+    by_language: dict[str, Count] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    samples: dict[str, str] = field(default_factory=dict)
+    longest: list[str] = field(default_factory=list)
+    unused_share: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers for the result, as JSON-able values."""
+        total_bytes = sum(count.bytes for count in self.by_language.values())
+        total_tokens = sum(count.tokens for count in self.by_language.values())
+        return {
+            "characters_per_token": {
+                language: round(count.characters / max(count.tokens, 1), 3)
+                for language, count in self.by_language.items()
+            },
+            "bytes_per_token": round(total_bytes / max(total_tokens, 1), 3),
+            "unused_share": round(self.unused_share, 4),
+            "longest_token_characters": max((len(text) for text in self.longest), default=0),
+        }
+
+
+def measure(tokenizer: PreTrainedTokenizerFast, corpus: Path) -> Measurement:
+    """Encode documents of each language, up to 2,000,000 characters of each split, and count."""
+    found = Measurement()
+    _count(tokenizer, _limited(read_documents(corpus, "held_out")), found, found.by_language)
+    # An entry counts as used if any text of the corpus uses it: held-out text alone is too short to say.
+    in_training: dict[str, Count] = {}
+    _count(tokenizer, _limited(read_documents(corpus, "train")), found, in_training)
+    for language, count in sorted(in_training.items()):
+        if language not in found.by_language:
+            found.by_language[language] = count
+            found.notes.append(
+                f"No document of language {language} is held out: its numbers come from the training text."
+            )
+    # The single bytes stay whether used or not: they are what makes any text possible.
+    learned = range(len(FIXED_TOKENS) + BYTES, len(tokenizer))
+    found.unused_share = 1 - len(found.used & set(learned)) / len(learned) if learned else 0.0
+    decoded = {str(tokenizer.decode([index])) for index in learned}
+    # A token that is part of a character has no text of its own.
+    whole = [text for text in decoded if "\ufffd" not in text]
+    found.longest = sorted(whole, key=lambda text: (-len(text), text))[:LONGEST_SHOWN]
+    return found
+
+
+def _limited(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents until each language has had its share of characters; a longer document is cut."""
+    left: dict[str, int] = {}
+    for document in documents:
+        allowed = left.setdefault(document.language, MEASURED_CHARACTERS)
+        text = document.text[:allowed]
+        if text:
+            left[document.language] = allowed - len(text)
+            yield Document(document.id, text, document.source, document.language, document.split)
+
+
+def _count(
+    tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], found: Measurement, counts: dict[str, Count]
+) -> None:
+    def flush(batch: list[Document]) -> None:
+        encoded = tokenizer.backend_tokenizer.encode_batch([item.text for item in batch], add_special_tokens=False)
+        for document, encoding in zip(batch, encoded):
+            count = counts.setdefault(document.language, Count())
+            count.documents += 1
+            count.characters += len(document.text)
+            count.bytes += len(document.text.encode("utf-8", "surrogatepass"))
+            count.tokens += len(encoding.ids)
+            found.used.update(encoding.ids)
+            if document.language not in found.samples:
+                found.samples[document.language] = document.text.strip()[:SAMPLE_CHARACTERS]
+
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) >= BATCH_DOCUMENTS or characters > 500_000:
+            flush(batch)
+            batch, characters = [], 0
+    flush(batch)
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, text: str) -> list[tuple[str, int]]:
+    """How a text is split: (piece of text, number of tokens); tokens that share a character stand in one piece."""
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    found: list[tuple[str, int]] = []
+    start = end = tokens = 0
+    for first, last in encoding.offsets:
+        if first >= end and tokens:
+            found.append((text[start:end], tokens))
+            start, tokens = first, 0
+        end = max(end, last)
+        tokens += 1
+    if tokens:
+        found.append((text[start:end], tokens))
+    return found
+
+
+def write(path: Path, tokenizer: PreTrainedTokenizerFast, found: Measurement, result: Mapping[str, Any]) -> None:
+    """Write report.html."""
+    page = Page(
+        f"Tokenizer of {result['vocabulary_size']:,} entries",
+        "How the text of this corpus is cut into the units that the model reads and writes. "
+        "More characters in a token mean shorter sequences: faster training and longer memory.",
+    )
+    ratios = {f"characters a token, {name}": value for name, value in result["characters_per_token"].items()}
+    page.facts(
+        {
+            **ratios,
+            "bytes a token": result["bytes_per_token"],
+            "learned entries that this corpus never uses": _percent(found.unused_share),
+        }
+    )
+    for text in result["notes"]:
+        page.paragraph(f"Note: {text}")
+    page.heading("By language")
+    page.table(
+        ["language", "documents", "characters", "bytes", "tokens", "characters a token", "bytes a token"],
+        [
+            [
+                name,
+                c.documents,
+                c.characters,
+                c.bytes,
+                c.tokens,
+                c.characters / max(c.tokens, 1),
+                c.bytes / max(c.tokens, 1),
+            ]
+            for name, c in sorted(found.by_language.items())
+        ],
+        "Measured on held-out documents (at most 2,000,000 characters of each language).",
+    )
+    page.heading("How text is split")
+    page.paragraph("Each mark is one token; a raised number says that a piece takes more than one.")
+    for language, text in sorted(found.samples.items()):
+        page.pieces(pieces(tokenizer, text), language)
+    page.heading("Longest tokens")
+    page.table(
+        ["token", "characters", "id"],
+        [[_visible(text), len(text), _id(tokenizer, text)] for text in found.longest],
+        "␣ is a space, ↵ a new line, → a tab. Long tokens of boilerplate say that the corpus needs more cleaning.",
+    )
+    page.save(path)
+
+
+def show(result: Mapping[str, Any], output: Path) -> None:
+    """Print the result for a person."""
+    for text in result["notes"]:
+        console.note(text)
+    console.table(
+        f"Tokenizer in {output}",
+        ["entries", *(f"characters a token, {name}" for name in result["characters_per_token"]), "bytes a token"],
+        [[result["vocabulary_size"], *result["characters_per_token"].values(), result["bytes_per_token"]]],
+    )
+    console.result(f"Report: {output / 'report.html'}")
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    from tokenizers import pre_tokenizers
+
+    symbols = "".join(
+        part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    )
+    return int(tokenizer.backend_tokenizer.token_to_id(symbols))
+
+
+def _visible(text: str) -> str:
+    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "→").replace("\r", "⏎")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
