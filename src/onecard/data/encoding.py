@@ -157,6 +157,8 @@ def _guess(sample: bytes, whole: bool) -> str:
         wide = _guess_wide(sample)
         if wide:
             return wide
+    if b"\x1b$" in sample:  # seven-bit encodings that switch character sets by escape sequences
+        return "iso2022_kr" if b"\x1b$)C" in sample else "iso2022_jp_2"
     text = _decode_sample(sample, "utf-8", whole)
     damage = text.count(DAMAGED)
     # A damaged UTF-8 file still has far more well-formed sequences than broken ones; no other encoding's text does.

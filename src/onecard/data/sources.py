@@ -80,9 +80,7 @@ def open_bytes(path: Path) -> BinaryIO:
         case ".zst":
             import zstandard
 
-            return cast(
-                BinaryIO, zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-            )
+            return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True))
     return path.open("rb")
 
 
@@ -113,7 +111,9 @@ def _location(source: Source) -> Path:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise ConfigError(f"{source.path}: the package {name} is not installed.", _package_remedy(name, inside))
+        raise ConfigError(
+            f"{source.path}: there is no package to import by the name {name}.", _package_remedy(name, inside)
+        )
     if found.submodule_search_locations:
         folders = [Path(place) for place in found.submodule_search_locations]
     else:

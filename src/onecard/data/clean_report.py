@@ -1,0 +1,110 @@
+"""The page on which a person sees what cleaning did: counts, reasons with examples, lengths, texts before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from onecard import report
+from onecard.console import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EXAMPLES = 3
+CHANGES = 3
+_EXCERPT_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One document whose text was changed."""
+
+    id: str
+    before: str
+    after: str
+
+
+def page(
+    result: Mapping[str, Any],
+    examples: Mapping[str, Sequence[Mapping[str, Any]]],
+    changed: Sequence[Change],
+    lengths_characters: Sequence[int],
+) -> report.Page:
+    """Lay out the report of one cleaning; `result` is report.json's content."""
+    made = report.Page("Corpus", "What was read, what was kept, what was set aside and why.")
+    rejected = sum(result["rejected"].values())
+    made.facts(
+        {
+            "read": result["read"],
+            "kept": result["kept"],
+            "rejected": rejected,
+            "held out": result["held_out"],
+            "characters": result["characters"],
+            "text": format_bytes(result["bytes"]),
+        }
+    )
+    made.heading("Sources and languages")
+    columns = ("read", "kept", "rejected", "held_out", "characters", "bytes")
+    made.table(
+        ["source", *(name.replace("_", " ") for name in columns)],
+        [[label, *(counts[name] for name in columns)] for label, counts in result["by_source"].items()],
+    )
+    made.table(
+        ["language", "kept", "held out", "characters", "bytes"],
+        [
+            [label, counts["kept"], counts["held_out"], counts["characters"], counts["bytes"]]
+            for label, counts in result["by_language"].items()
+        ],
+    )
+    if rejected:
+        made.heading("What was set aside")
+        made.paragraph(
+            "Every row stands in rejected-00000.jsonl with its file and line; here are the first of each kind."
+        )
+        for reason, count in result["rejected"].items():
+            rows = [
+                [f"{row['file']}:{row['line']}" if row["line"] else row["file"], row["detail"], _visible(row["text"])]
+                for row in examples[reason]
+            ]
+            made.table(["where", "detail", "text"], rows, caption=f"{reason}: {count:,}")
+    made.heading("Lengths")
+    made.figure(lambda axes: _draw_lengths(axes, lengths_characters), "Characters in a document (logarithmic).")
+    if changed:
+        made.heading("Before and after")
+        made.paragraph(
+            f"{result['changed']:,} documents were tidied. Line ends are shown as ⏎, tabs as ⇥, "
+            "ideographic spaces as ▢, other spaces as ·."
+        )
+        made.table(["document", "before", "after"], [[change.id, *_excerpts(change)] for change in changed])
+    return made
+
+
+def _visible(text: str) -> str:
+    short = text[:_EXCERPT_CHARACTERS]
+    return short + (" …" if len(text) > len(short) else "")
+
+
+def _excerpts(change: Change) -> tuple[str, str]:
+    """The first place that differs, on both sides, with spaces made visible."""
+    same = 0
+    for same, (old, new) in enumerate(zip(change.before, change.after)):  # noqa: B007 - the position is what is wanted
+        if old != new:
+            break
+    start = max(same - 40, 0)
+    marks = str.maketrans({"\n": "⏎", "\t": "⇥", "\u3000": "▢", " ": "·", "\r": "␍"})
+    before, after = (text[start : start + _EXCERPT_CHARACTERS] for text in (change.before, change.after))
+    return before.translate(marks), after.translate(marks)
+
+
+def _draw_lengths(axes: Axes, lengths_characters: Sequence[int]) -> None:
+    import math
+
+    edges = [2**power for power in range(0, max(2, math.ceil(math.log2(max(lengths_characters) + 1))) + 1)]
+    edges = [edge for edge in edges if edge * 2 > min(lengths_characters)]
+    axes.hist(lengths_characters, bins=edges, color="#2f5fd0", edgecolor="white")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(edges, [f"{edge:,}" for edge in edges], rotation=30)
+    axes.set_xlabel("characters")
+    axes.set_ylabel("documents")
