@@ -101,7 +101,7 @@ def _excerpts(change: Change) -> tuple[str, str]:
 def _draw_lengths(axes: Axes, lengths_characters: Sequence[int]) -> None:
     import math
 
-    edges = [2**power for power in range(0, max(2, math.ceil(math.log2(max(lengths_characters) + 1))) + 1)]
+    edges = [2**power for power in range(max(2, math.ceil(math.log2(max(lengths_characters) + 1))) + 1)]
     edges = [edge for edge in edges if edge * 2 > min(lengths_characters)]
     axes.hist(lengths_characters, bins=edges, color="#2f5fd0", edgecolor="white")
     axes.set_xscale("log", base=2)

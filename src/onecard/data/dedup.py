@@ -80,7 +80,7 @@ def jaccard(first: set[str], second: set[str]) -> float:
 
 
 def bands_for(threshold: float) -> int:
-    """How many bands of the 128 hashes: the fewest under which a pair at the threshold is missed less than once in 1,000."""
+    """How many bands of the 128 hashes: the fewest that miss a pair at the threshold less than once in 1,000."""
     for rows in (16, 8, 4, 2):
         bands = _PERMUTATIONS // rows
         if (1 - threshold**rows) ** bands < 1e-3:

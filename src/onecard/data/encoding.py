@@ -5,8 +5,8 @@ Out: a `TextFormat`, and the lines. Detection looks at a sample of the start, ch
 where the guess breaks looks again at that place. Order: byte order marks, strict UTF-8, UTF-16/32 without a mark,
 then GB18030 against Big5 by how many of the decoded characters are everyday Chinese ones, then charset-normalizer.
 
-A line ends with \\n or \\r\\n and with nothing else: U+2028, U+0085, \\v, \\f are characters like others, and so is a lone
-\\r unless the file has no other line ends. Knows nothing of file formats.
+A line ends with \\n or \\r\\n and with nothing else: U+2028, U+0085, \\v, \\f are characters like others, and so is a
+lone \\r unless the file has no other line ends. Knows nothing of file formats.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _MARKS = (
 )
 _BINARY_MAGIC = (
     b"%PDF-", b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff", b"\x7fELF", b"SQLite format 3\0", b"Rar!",
-    b"7z\xbc\xaf", b"\x1f\x8b", b"\xd0\xcf\x11\xe0", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PAR1", b"BZh", b"RIFF", b"OggS",
+    b"7z\xbc\xaf", b"\x1f\x8b", b"\xd0\xcf\x11\xe0", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PAR1", b"BZh", b"RIFF",
+    b"OggS",
 )  # fmt: skip
 _TEXT_CONTROLS = frozenset("\t\n\r\f\x1b\0")
 

@@ -405,7 +405,7 @@ def _read_parquet(path: Path) -> Iterator[Item]:
 
 
 def _read_yaml(file: str, lines: Lines) -> Iterator[Item]:
-    """A list of rows or strings, or `conversations:` with lists of strings. All scalars stay strings (`no` is a word)."""
+    """A list of rows or strings, or `conversations:` with lists of strings. All scalars stay strings (`no`)."""
     import yaml
 
     # BaseLoader makes no objects, numbers or booleans of what is written; the C one is ten times faster.

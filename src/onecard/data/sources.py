@@ -44,7 +44,8 @@ def source_files(source: Source) -> list[Path]:
         if not found:
             raise DataError(f"The folder {path} holds no files.", "Put text into it, or give another path.")
         return found
-    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []
+    # Path.glob would need a root of its own; glob.glob takes the pattern as the user wrote it.
+    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []  # noqa: PTH207
     found = []
     for match in matches:
         found += _walk(Path(match)) if Path(match).is_dir() else [Path(match)]

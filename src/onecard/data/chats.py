@@ -1,0 +1,254 @@
+"""Chats from rows: every usual shape becomes a list of messages with role and content, in the order it has.
+
+Nothing is repaired by guessing: a row whose turns are not a conversation that ends with an answer is refused with a
+reason. Knows nothing of templates and tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onecard.config import Source
+from onecard.data.records import Rejection, read_rows, refuse
+from onecard.errors import DataError
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "bing": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+# Question and answer under other names, in the order in which they are looked for.
+_PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("question", "answer"),
+    ("ask", "answer"),
+    ("input", "output"),
+    ("问题", "答案"),
+    ("问题", "回答"),
+)
+
+
+class ChatRowError(ValueError):
+    """A row that is no usable conversation: `reason` is a short name to count by, `detail` says which turn."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One conversation that ends with an answer, and where it stands."""
+
+    messages: list[Message]
+    file: str
+    line: int
+    source: str
+
+
+def recognised_shape(values: Mapping[str, Any]) -> str:
+    """The name of the shape of a row, to be said to the user; ChatRowError(missing_fields) if it has none."""
+    return _recognise(values)[0]
+
+
+def as_messages(values: Mapping[str, Any]) -> list[Message]:
+    """The conversation of a row: optional system message, then user and assistant in turn, the last an answer.
+
+    Each message is {"role", "content"}; those of tools keep `tool_calls`, `tool_call_id` and `name` too, with
+    arguments as objects. ChatRowError gives the reason for a row that cannot be used.
+    """
+    shape, read = _recognise(values)
+    messages = read(values)
+    system = values.get("system")
+    if isinstance(system, str) and system.strip() and not (messages and messages[0]["role"] == "system"):
+        messages.insert(0, {"role": "system", "content": system})
+    _check_turns(messages)
+    return messages
+
+
+def read_chats(sources: Sequence[Source], *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[Chat]:
+    """Stream the chats of all sources in order; unusable rows go to `reject` (or, with strict, raise DataError).
+
+    DataError at the end if not one row of all could be used.
+    """
+    reasons: Counter[str] = Counter()
+    kept = 0
+
+    def count(rejection: Rejection) -> None:
+        reasons[rejection.reason] += 1
+        reject(rejection)
+
+    for source in sources:
+        for row in read_rows(source, strict=strict, reject=count):
+            try:
+                messages = as_messages(row.values)
+            except ChatRowError as fault:
+                text = json.dumps(row.values, ensure_ascii=False, default=str)
+                rejection = Rejection(fault.reason, row.file, row.line, f"{fault.detail} | {text}")
+                refuse(rejection, strict=strict, reject=count)
+                continue
+            kept += 1
+            yield Chat(messages, row.file, row.line, source.label)
+    if not kept:
+        found = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common()) or "no rows"
+        raise DataError(
+            f"No chat is left: {found}.",
+            "Give rows with messages, conversations, instruction/output, prompt/completion or question/answer.",
+        )
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+_Reader = Callable[[Mapping[str, Any]], list[Message]]
+
+
+def _recognise(values: Mapping[str, Any]) -> tuple[str, _Reader]:
+    for key in ("messages", "conversations", "conversation"):
+        turns = _parsed(values.get(key))
+        if not isinstance(turns, list):
+            continue
+        first = turns[0] if turns else {}
+        if isinstance(first, str):
+            return f"{key} (list of strings)", functools.partial(_from_strings_at, key)
+        if isinstance(first, dict):
+            style = "from/value" if "from" in first else "role/content"
+            return f"{key} ({style})", functools.partial(_from_messages_at, key)
+    if "instruction" in values and "output" in values:
+        return "alpaca (instruction/output)", _from_alpaca
+    for question, answer in _PAIRS:
+        if question in values and answer in values:
+            return f"{question}/{answer}", functools.partial(_from_pair_at, question, answer)
+    raise ChatRowError("missing_fields", f"fields are {', '.join(map(str, values)) or 'none'}")
+
+
+def _parsed(value: Any) -> Any:
+    """A list that a table holds as JSON text; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _from_strings_at(key: str, values: Mapping[str, Any]) -> list[Message]:
+    return _from_strings(_parsed(values[key]))
+
+
+def _from_messages_at(key: str, values: Mapping[str, Any]) -> list[Message]:
+    return [_message(turn, number) for number, turn in enumerate(_parsed(values[key]), 1)]
+
+
+def _from_pair_at(question: str, answer: str, values: Mapping[str, Any]) -> list[Message]:
+    return _from_pair(values[question], values[answer])
+
+
+def _from_strings(turns: list[Any]) -> list[Message]:
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": _text(turn, number + 1)}
+        for number, turn in enumerate(turns)
+    ]
+
+
+def _from_alpaca(values: Mapping[str, Any]) -> list[Message]:
+    history = _parsed(values.get("history") or [])
+    if not isinstance(history, list):
+        raise ChatRowError("bad_history", "history is not a list of [question, answer]")
+    turns: list[Any] = []
+    for pair in history:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            raise ChatRowError("bad_history", "history is not a list of [question, answer]")
+        turns += pair
+    parts = [_text(values[key] or "", len(turns) + 1) for key in ("instruction", "input") if values.get(key)]
+    turns += ["\n".join(part for part in parts if part.strip()), values["output"]]
+    return _from_strings(turns)
+
+
+def _from_pair(question: Any, answer: Any) -> list[Message]:
+    """Two texts, or (as some libraries write it) two lists of messages."""
+    question, answer = _as_turns(question), _as_turns(answer)
+    if isinstance(question, list) and isinstance(answer, list):
+        return [_message(turn, number) for number, turn in enumerate([*question, *answer], 1)]
+    return _from_strings([question, answer])
+
+
+def _as_turns(value: Any) -> Any:
+    parsed = _parsed(value)
+    return parsed if isinstance(parsed, list) and all(isinstance(turn, dict) for turn in parsed) else value
+
+
+def _message(turn: Any, number: int) -> Message:
+    if not isinstance(turn, dict):
+        raise ChatRowError("bad_turn", f"turn {number} is not an object")
+    name = turn.get("from", turn.get("role"))
+    role = _ROLES.get(str(name).lower())
+    if role is None:
+        raise ChatRowError("unknown_role", f"turn {number} is by {name!r}")
+    calls = turn.get("tool_calls") or None
+    content = turn.get("value") if "value" in turn else turn.get("content")
+    message: Message = {"role": role, "content": "" if content is None and calls else _text(content, number)}
+    if calls:
+        message["tool_calls"] = [_tool_call(call, number) for call in calls]
+    message.update({key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)})
+    return message
+
+
+def _tool_call(call: Any, number: int) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatRowError("bad_tool_call", f"turn {number} has a tool call without a name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as fault:
+            raise ChatRowError("bad_tool_call", f"turn {number}: arguments are not JSON ({fault})") from None
+    if not isinstance(arguments, dict):
+        raise ChatRowError("bad_tool_call", f"turn {number}: arguments are not an object")
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **made} if call.get("id") else made
+
+
+def _text(content: Any, number: int) -> str:
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None:
+        return ""
+    if not isinstance(content, str):
+        raise ChatRowError("not_text", f"turn {number} holds a {type(content).__name__}")
+    return content
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def _check_turns(messages: list[Message]) -> None:
+    """ChatRowError unless: [system] (user, assistant [tool ..., assistant])+."""
+    if not messages:
+        raise ChatRowError("no_messages")
+    before = "start"
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role == "system" and number > 1:
+            raise ChatRowError("system_in_the_middle", f"turn {number}")
+        if role in ("assistant", "tool") and before in ("start", "system"):
+            raise ChatRowError(f"{role}_first", f"turn {number}")
+        if role == before and role in ("user", "assistant"):
+            raise ChatRowError(f"consecutive_{role}_turns", f"turns {number - 1} and {number}")
+        if role == "tool" and before == "user":
+            raise ChatRowError("tool_without_call", f"turn {number}")
+        if role in ("user", "assistant") and not message["content"].strip() and not message.get("tool_calls"):
+            raise ChatRowError(f"empty_{role}_turn", f"turn {number}")
+        before = role
+    if before != "assistant":
+        raise ChatRowError(f"{before}_last", f"turn {len(messages)}")
