@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 LOGITS_PER_BLOCK = 1 << 24
 # So many batches' windows are put in order of length at a time: little padding, and memory that stays bounded.
 BATCHES_SORTED_TOGETHER = 32
+DOCUMENTS_ENCODED_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +169,24 @@ def score_groups(
     `batch_windows` full windows, or as many tokens in shorter ones, go through the model together. `advance` is called
     with the bytes of text done since the last call. ArtifactError if the model gives numbers that are not finite.
     """
-    from onecard.tokenizer.template import encode_document
-
-    rows = (
-        Row(Group(item.language, item.source), encode_document(tokenizer, item.text), len(item.text.encode()))
-        for item in documents
-    )
     return score_rows(
         model,
-        rows,
+        _rows(tokenizer, documents),
         window_tokens=window_tokens,
         stride_tokens=stride_tokens,
         batch_windows=batch_windows,
         advance=advance,
     )
+
+
+def _rows(tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]) -> Iterator[Row]:
+    """Encode documents some at a time, which is quicker than one by one."""
+    from onecard.tokenizer.template import encode_documents
+
+    remaining = iter(documents)
+    while some := list(islice(remaining, DOCUMENTS_ENCODED_TOGETHER)):
+        for item, ids in zip(some, encode_documents(tokenizer, [item.text for item in some])):
+            yield Row(Group(item.language, item.source), ids, len(item.text.encode()))
 
 
 def score_rows(

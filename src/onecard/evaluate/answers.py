@@ -1,0 +1,188 @@
+"""A model answers questions and continues texts: greedily, so that the same model always says the same.
+
+In: chats whose last message is the reference answer, or prompts as tokens. Out: what the model wrote, why it ended
+(`stop`: by itself; `length`: it was cut off), and how near it is to the reference.
+
+It does not sample, and it does not judge whether an answer is true.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from onecard.evaluate.repetition import units
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from onecard.data.chats import Chat
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """New tokens, without the one that stopped them, and why they ended."""
+
+    ids: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model said to a question; `tokens` counts the answer without the token that stopped it."""
+
+    question: str
+    reference: str
+    text: str
+    finish_reason: FinishReason
+    tokens: int
+
+
+def exact_match(text: str, reference: str) -> bool:
+    """Whether both are the same but for space around them."""
+    return text.strip() == reference.strip()
+
+
+def f1(text: str, reference: str) -> float:
+    """Harmonic mean, 0 to 1, of the shares of units that `text` and `reference` have in common, repetitions counted.
+
+    Units are characters for Chinese and words otherwise, in lower case, without punctuation; their order is not seen.
+    """
+    mine, theirs = Counter(units(text, punctuation=False)), Counter(units(reference, punctuation=False))
+    if not mine or not theirs:
+        return float(mine == theirs)
+    return 2 * (mine & theirs).total() / (mine.total() + theirs.total())
+
+
+def answer_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    chats: Sequence[Chat],
+    max_new_tokens: int,
+    batch_size: int,
+    *,
+    advance: Callable[[float], None] | None = None,
+) -> list[Answer]:
+    """Ask the model for the last message of each chat, given those before it; answers in the order of `chats`.
+
+    Errors: those of the chat template. `advance` is called with the number of questions answered since the last call.
+    """
+    from onecard.tokenizer.template import encode_chat, stop_token_ids
+
+    prompts = [encode_chat(tokenizer, chat.messages[:-1], add_generation_prompt=True).ids for chat in chats]
+    written = generate(
+        model,
+        prompts,
+        stop_ids=stop_token_ids(tokenizer),
+        vocabulary_size=len(tokenizer),
+        limit=max_new_tokens,
+        batch_size=batch_size,
+        advance=advance,
+    )
+    return [
+        Answer(
+            question=_content(chat.messages[-2]) if len(chat.messages) > 1 else "",
+            reference=_content(chat.messages[-1]),
+            text=decode(tokenizer, item.ids),
+            finish_reason=item.finish_reason,
+            tokens=len(item.ids),
+        )
+        for chat, item in zip(chats, written)
+    ]
+
+
+def _content(message: Any) -> str:
+    return str(message.get("content") or "")
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """The text of tokens as a person should see it: no control tokens, spaces as they are."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Sequence[int],
+    vocabulary_size: int,
+    limit: int,
+    batch_size: int,
+    advance: Callable[[float], None] | None = None,
+) -> list[Generated]:
+    """Continue each prompt with the likeliest tokens, up to `limit` new ones or what the model's context still holds.
+
+    Only ids below `vocabulary_size` are taken: a model may have more rows than its tokenizer has entries.
+    Prompts of similar length go together, padded on the left; the result has the order of `prompts`. A prompt that
+    fills the context gets an empty continuation of reason `length`.
+    """
+    import torch
+
+    room = context_tokens(model.config)
+    results: list[Generated] = [Generated([], "length")] * len(prompts)
+    order = sorted((i for i, ids in enumerate(prompts) if ids), key=lambda i: len(prompts[i]), reverse=True)
+    with torch.inference_mode():
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            limits = [max(0, min(limit, room - len(prompts[i]))) for i in chosen]
+            steps = _greedy_steps(model, [prompts[i] for i in chosen], vocabulary_size)
+            for i, found in zip(chosen, _collect(steps, frozenset(stop_ids), limits)):
+                results[i] = found
+            if advance is not None:
+                advance(len(chosen))
+    return results
+
+
+def context_tokens(model_config: Any) -> int:
+    """The longest sequence that a model was made for, in tokens; 1024 if its configuration does not say."""
+    return int(getattr(model_config.get_text_config(), "max_position_embeddings", None) or 1024)
+
+
+def _collect(steps: Iterator[list[int]], stop_ids: Set[int], limits: Sequence[int]) -> list[Generated]:
+    """Gather each row's tokens until it stops by itself or reaches its limit."""
+    written: list[list[int]] = [[] for _ in limits]
+    reasons: list[FinishReason | None] = [None if limit else "length" for limit in limits]
+    while None in reasons:
+        for row, token in enumerate(next(steps)):
+            if reasons[row] is not None:
+                continue
+            if token in stop_ids:
+                reasons[row] = "stop"
+                continue
+            written[row].append(token)
+            if len(written[row]) == limits[row]:
+                reasons[row] = "length"
+    return [Generated(ids, reason or "length") for ids, reason in zip(written, reasons)]
+
+
+def _greedy_steps(model: Any, prompts: Sequence[Sequence[int]], vocabulary_size: int) -> Iterator[list[int]]:
+    """Yield the likeliest next token of each row, again and again."""
+    import torch
+
+    longest = max(map(len, prompts))
+    padding = [longest - len(ids) for ids in prompts]
+    ids_BT = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts)], device=model.device)
+    mask_BT = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=model.device)
+    # transformers renames the argument and the output in the course of version 5.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = None
+    while True:
+        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        output = model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+            use_cache=True,
+            logits_to_keep=1,
+            **{cache_name: cache},
+        )
+        next_B: torch.Tensor = output.logits[:, -1, :vocabulary_size].argmax(dim=-1)
+        yield next_B.tolist()
+        cache, ids_BT = getattr(output, cache_name), next_B[:, None]
+        mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)

@@ -1,0 +1,161 @@
+"""Greedy answers: the same one by one or together, ended for the right reason, and compared with the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onecard.evaluate.answers import Generated, answer_questions, context_tokens, exact_match, f1, generate
+from onecard.model.load import load_model, load_tokenizer
+from onecard.tokenizer.template import encode_chat, stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "expected"),
+    [
+        # Three characters in common of 4 and 5: 2 * 3 / 9.
+        ("高血压病", "是高血压吗？", 2 * 3 / 9),
+        ("The cat sat.", "the cat", 2 * 2 / 5),
+        # A word counts as often as it stands: one "a" in common of 3 and 1.
+        ("a a a", "a", 2 * 1 / 4),
+        ("用 GPU 训练", "用gpu训练！", 1.0),
+        ("", "x", 0.0),
+        ("。", "", 1.0),
+        ("dog", "cat", 0.0),
+    ],
+)
+def test_f1_by_hand(text: str, reference: str, expected: float) -> None:
+    assert f1(text, reference) == pytest.approx(expected)
+    assert f1(reference, text) == pytest.approx(expected)
+
+
+def test_exact_match_forgives_only_space_around() -> None:
+    assert exact_match(" 北京。\n", "北京。")
+    assert not exact_match("北京", "北京。")
+    assert not exact_match("Beijing", "beijing")
+
+
+class SuccessorModel:
+    """Expects after each token the next number, and has five rows more than its tokenizer has entries."""
+
+    device = torch.device("cpu")
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=12))
+
+    def __call__(self, **arguments: Any) -> SimpleNamespace:
+        return self.forward(**arguments)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> SimpleNamespace:
+        following = torch.nn.functional.one_hot(input_ids[:, -1:] + 1, 105).float()
+        following[:, :, 100:] = 9.0
+        return SimpleNamespace(logits=following, past_key_values=None)
+
+
+def successors(prompts: list[list[int]], limit: int = 4, batch_size: int = 2) -> list[Generated]:
+    model: Any = SuccessorModel()
+    return generate(
+        model, prompts, stop_ids=[50, 60], vocabulary_size=100, limit=limit, batch_size=batch_size, advance=None
+    )
+
+
+def test_an_answer_ends_at_a_stop_token_or_at_its_longest_length() -> None:
+    found = successors([[1, 47], [10], [58], [1, 2, 59]])
+    assert found[0] == Generated([48, 49], "stop")
+    assert found[1] == Generated([11, 12, 13, 14], "length")
+    assert found[2] == Generated([59], "stop")
+    assert found[3] == Generated([], "stop")
+
+
+def test_an_answer_ends_where_the_context_ends() -> None:
+    full = list(range(12))
+    found = successors([full, full[:10], [], [3]], limit=50, batch_size=4)
+    assert found[0] == Generated([], "length")
+    assert found[1] == Generated([10, 11], "length")
+    assert found[2] == Generated([], "length")
+    assert found[3] == Generated(list(range(4, 15)), "length")
+
+
+def test_context_is_what_the_model_says_else_1024() -> None:
+    assert context_tokens(SuccessorModel.config) == 12
+    assert context_tokens(SimpleNamespace(get_text_config=lambda: SimpleNamespace())) == 1024
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model_directory: Path) -> Any:
+    model = load_model(tiny_model_directory)
+    # Small random weights answer every question alike; larger ones tell them apart.
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(8)
+    return SimpleNamespace(model=model, tokenizer=load_tokenizer(tiny_model_directory))
+
+
+CHATS: list[Any] = [
+    SimpleNamespace(messages=[{"role": "user", "content": question}, {"role": "assistant", "content": reference}])
+    for question, reference in [
+        ("你好", "你好！"),
+        ("What is the capital of France, and what is it known for?", "Paris."),
+        ("合久必分，下一句是什么？", "分久必合。"),
+        ("hi", "hello"),
+    ]
+]
+CHATS.append(
+    SimpleNamespace(
+        messages=[
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "3"},
+            {"role": "assistant", "content": "4"},
+        ]
+    )
+)
+
+
+def test_answers_are_the_same_one_by_one_and_together(tiny: Any) -> None:
+    alone = answer_questions(tiny.model, tiny.tokenizer, CHATS, 12, 1)
+    together = answer_questions(tiny.model, tiny.tokenizer, CHATS, 12, 3)
+    assert alone == together
+    assert len({answer.text for answer in alone}) > 1
+    assert [answer.question for answer in alone] == [chat.messages[-2]["content"] for chat in CHATS]
+    assert [answer.reference for answer in alone] == [chat.messages[-1]["content"] for chat in CHATS]
+
+
+def test_answers_are_those_of_the_whole_forward_pass(tiny: Any) -> None:
+    """Every token is the likeliest after the conversation so far, which begins with one BOS and holds all turns."""
+    stops = stop_token_ids(tiny.tokenizer)
+    prompts = [encode_chat(tiny.tokenizer, c.messages[:-1], add_generation_prompt=True).ids for c in CHATS]
+    found = generate(tiny.model, prompts, stop_ids=stops, vocabulary_size=len(tiny.tokenizer), limit=8, batch_size=5)
+    for prompt, item in zip(prompts, found):
+        assert prompt.count(tiny.tokenizer.bos_token_id) == 1
+        with torch.no_grad():
+            logits = tiny.model(input_ids=torch.tensor([prompt + item.ids])).logits[0]
+        expected = logits.argmax(-1).tolist()[len(prompt) - 1 :]
+        assert item.ids == expected[: len(item.ids)]
+        if item.finish_reason == "stop":
+            assert expected[-1] in stops
+
+
+def test_what_was_asked_of_the_model_is_what_it_answers(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is decoded without control tokens, the tokens are counted, and progress is told."""
+    words = tiny.tokenizer.encode("天下 hello", add_special_tokens=False)
+    end = stop_token_ids(tiny.tokenizer)[0]
+    script = iter([*words, end])
+
+    class Scripted(SuccessorModel):
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=512))
+
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> SimpleNamespace:
+            row = torch.nn.functional.one_hot(torch.tensor([[next(script)]]), len(tiny.tokenizer)).float()
+            return SimpleNamespace(logits=row, past_key_values=None)
+
+    done: list[float] = []
+    model: Any = Scripted()
+    [answer] = answer_questions(model, tiny.tokenizer, CHATS[:1], 50, 4, advance=done.append)
+    assert answer.text == "天下 hello"
+    assert answer.finish_reason == "stop"
+    assert answer.tokens == len(words)
+    assert done == [1]
