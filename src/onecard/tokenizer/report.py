@@ -39,12 +39,12 @@ class Count:
 
 @dataclass
 class Measurement:
-    """What `measure` found; `used` holds the ids seen at least once, `longest` the longest tokens as text."""
+    """What `measure` found; `used` holds the ids seen at least once, `longest` the longest tokens and their ids."""
 
     by_language: dict[str, Count] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     samples: dict[str, str] = field(default_factory=dict)
-    longest: list[str] = field(default_factory=list)
+    longest: list[tuple[str, int]] = field(default_factory=list)
     unused_share: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class Measurement:
             },
             "bytes_per_token": round(total_bytes / max(total_tokens, 1), 3),
             "unused_share": round(self.unused_share, 4),
-            "longest_token_characters": max((len(text) for text in self.longest), default=0),
+            "longest_token_characters": max((len(text) for text, _ in self.longest), default=0),
         }
 
 
@@ -79,10 +79,10 @@ def measure(tokenizer: PreTrainedTokenizerFast, corpus: Path) -> Measurement:
     # The single bytes stay whether used or not: they are what makes any text possible.
     learned = range(len(FIXED_TOKENS) + BYTES, len(tokenizer))
     found.unused_share = 1 - len(found.used & set(learned)) / len(learned) if learned else 0.0
-    decoded = {str(tokenizer.decode([index])) for index in learned}
+    decoded = [(str(tokenizer.decode([index])), index) for index in learned]
     # A token that is part of a character has no text of its own.
-    whole = [text for text in decoded if "\ufffd" not in text]
-    found.longest = sorted(whole, key=lambda text: (-len(text), text))[:LONGEST_SHOWN]
+    whole = [(text, index) for text, index in decoded if "\ufffd" not in text]
+    found.longest = sorted(whole, key=lambda entry: (-len(entry[0]), entry[1]))[:LONGEST_SHOWN]
     return found
 
 
@@ -180,7 +180,7 @@ def write(path: Path, tokenizer: PreTrainedTokenizerFast, found: Measurement, re
     page.heading("Longest tokens")
     page.table(
         ["token", "characters", "id"],
-        [[_visible(text), len(text), _id(tokenizer, text)] for text in found.longest],
+        [[_visible(text), len(text), str(index)] for text, index in found.longest],
         "␣ is a space, ↵ a new line, → a tab. Long tokens of boilerplate say that the corpus needs more cleaning.",
     )
     page.save(path)
@@ -196,15 +196,6 @@ def show(result: Mapping[str, Any], output: Path) -> None:
         [[result["vocabulary_size"], *result["characters_per_token"].values(), result["bytes_per_token"]]],
     )
     console.result(f"Report: {output / 'report.html'}")
-
-
-def _id(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
-    from tokenizers import pre_tokenizers
-
-    symbols = "".join(
-        part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    )
-    return int(tokenizer.backend_tokenizer.token_to_id(symbols))
 
 
 def _visible(text: str) -> str:
