@@ -120,7 +120,7 @@ class TokenizerTrainConfig(Verb):
 class TrainingConfig(Verb):
     """What every verb that trains has: the settings of the one loop."""
 
-    seed: int = setting(0, "decides initial weights and the order of rows")
+    seed: int = setting(0, "decides initial weights and the order of rows", ge=0)
     max_steps: Positive | Auto = setting("auto", "number of updates; auto: from num_epochs and time_limit_minutes")
     num_epochs: float | Auto = setting("auto", "passes over the rows", gt=0)
     time_limit_minutes: float | None = setting(
@@ -158,6 +158,9 @@ class PretrainConfig(TrainingConfig):
     tokenizer: Path = setting(Path("tokenizer"), "a tokenizer directory (from tokenizer train)")
     output: Path = setting(Path("pretrain"), "the run directory to write; the model lies in its model/")
     size: str = setting("auto", "a preset such as 4M or 26M; auto: the largest that learns enough in the time given")
+    mix: dict[str, Annotated[float, Field(ge=0)]] = setting(
+        {}, "passes over each source in an epoch (1 where not named), such as { poems = 2, news = 0.5 }"
+    )
 
 
 class FinetuneConfig(TrainingConfig):
@@ -344,6 +347,8 @@ def parser(kind: type[Settings], program: str, section: str = "") -> argparse.Ar
     )
     for name, info in kind.model_fields.items():
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        if get_origin(info.annotation) is dict:
+            continue  # a table has no form as a flag: it is set in a recipe
         is_list = get_origin(_alternatives(info.annotation)[0]) is list
         required = info.is_required()
         shown = "" if required or info.default in (None, [], "") else f" [{info.default}]"

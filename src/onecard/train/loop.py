@@ -1,0 +1,303 @@
+"""The one training loop: an objective and rows in, a trained model and an exact record out.
+
+An update takes its rows from the order (a function of seed, epoch and index), runs them in micro-batches, and divides
+every gradient by the labelled tokens of the whole update, so that neither micro-batch size nor accumulation nor packing
+changes the result. State is saved only between updates; a signal is obeyed at the next completed one.
+A non-finite loss or gradient skips the update: weights and optimizer state are as if it had not been tried.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from onecard import console
+from onecard.data.batches import RowOrder
+from onecard.data.packing import RowBatch, Rows, gather
+from onecard.errors import Interrupted, OnecardError
+from onecard.train import checkpoint
+from onecard.train.compilation import uncompiled
+from onecard.train.metrics import RunLog, peak_memory_bytes
+from onecard.train.objectives import Objective
+from onecard.train.optimizers import Optimizers
+from onecard.train.precision import Precision
+from onecard.train.schedule import Schedule
+
+# So many skipped updates in a row mean that the run is broken, not unlucky.
+SKIPS_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The numbers of a resolved plan that the loop needs; counts are of updates unless named otherwise."""
+
+    max_steps: int
+    batch_size: int
+    max_grad_norm: float
+    evaluate_every: int
+    save_every: int
+    keep_last: int
+    log_every: int
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One update: mean loss over its labelled tokens (nats), gradient norm before clipping, tokens that were not padding."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
+
+
+class StopRequest:
+    """Set by SIGINT, SIGTERM or SIGHUP; obeyed by the loop at the next completed update."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            console.note(f"  {signal.Signals(number).name}: finishing this update, then saving ...")
+        self.signal = number
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Catch the signals that end a run; a second one changes nothing, so it cannot spoil a save."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, request) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Loop:
+    """Trains `model` in place. `run` is the run directory; `sample` writes what the model says at an evaluation."""
+
+    def __init__(
+        self,
+        *,
+        run: Path,
+        model: torch.nn.Module,
+        objective: Objective,
+        rows: Rows,
+        order: RowOrder,
+        held_out: tuple[Rows, list[int]] | None,
+        optimizers: Optimizers,
+        schedule: Schedule,
+        precision: Precision,
+        settings: LoopSettings,
+        sample: Callable[[], list[tuple[str, str]]] | None = None,
+    ) -> None:
+        self.run_directory, self.model, self.objective = run, model, objective
+        self.rows, self.order, self.held_out = rows, order, held_out
+        self.optimizers, self.schedule, self.precision, self.settings = optimizers, schedule, precision, settings
+        self.sample = sample
+        self.log = RunLog(run)
+        self.step = self.tokens = self.skipped = self._skips_in_a_row = 0
+        self.seconds = 0.0
+        self.losses: list[float] = []
+
+    # --- one update -----------------------------------------------------------------------------------------------
+
+    def micro_batches(self, update: int) -> list[RowBatch]:
+        """The rows of an update in micro-batches of one shape."""
+        numbers, size = self.order.rows_of_update(update), self.settings.batch_size
+        return [
+            gather(self.rows, numbers[at : at + size], pad_id=self.settings.pad_id, row_count=size)
+            for at in range(0, len(numbers), size)
+        ]
+
+    def update(self, update: int) -> UpdateResult:
+        """Compute the gradients of an update and apply them (or skip it if they are not finite)."""
+        batches = self.micro_batches(update)
+        labelled = sum(batch.labelled for batch in batches)
+        self.optimizers.set_factor(self.schedule.factor(update))
+        loss = 0.0
+        for batch in batches:
+            # Without any label the loss is 0 and so are its gradients.
+            part = self._loss(batch, 1.0 / max(1, labelled))
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        limit = self.settings.max_grad_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if not skipped:
+            self.optimizers.step()
+        self.optimizers.zero_grad()
+        return UpdateResult(loss, norm, sum(batch.tokens for batch in batches), skipped)
+
+    def _loss(self, batch: RowBatch, scale: float, *, learn: bool = True) -> Tensor:
+        with self.precision.autocast():
+            return self.objective.loss(
+                self.model,
+                batch,
+                scale=scale,
+                device=self.precision.device,
+                row_tokens=self.rows.max_length,
+                learn=learn,
+            )
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> float | None:
+        """Mean loss (nats) over the labelled tokens of the held-out rows; None without such rows."""
+        if self.held_out is None:
+            return None
+        rows, numbers = self.held_out
+        size, total, labelled = self.settings.batch_size, 0.0, 0
+        random = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
+        if random:
+            self.model.eval()
+        try:
+            for at in range(0, len(numbers), size):
+                batch = gather(rows, numbers[at : at + size], pad_id=self.settings.pad_id, row_count=size)
+                # Gradients stay enabled though none is taken, for then the compiled training layers serve here too.
+                total += float(self._loss(batch, 1.0, learn=False).detach())
+                labelled += batch.labelled
+        finally:
+            self.model.train()
+        return total / max(1, labelled)
+
+    def _look(self) -> float | None:
+        held_out_loss = self.evaluate()
+        if self.sample is not None:
+            self.model.eval()
+            try:
+                with uncompiled(), torch.no_grad():
+                    for prompt, text in self.sample():
+                        self.log.sample(self.step, prompt, text)
+            finally:
+                self.model.train()
+        return held_out_loss
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {f"model/{name}": tensor.detach() for name, tensor in named}
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that decides how the run goes on."""
+        tensors = self._model_tensors()
+        tensors |= {f"optimizer/{name}": value for name, value in self.optimizers.state_tensors().items()}
+        tensors["generator/cpu"] = torch.get_rng_state()
+        if self.precision.device == "cuda":
+            tensors["generator/cuda"] = torch.cuda.get_rng_state()
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "skipped": self.skipped,
+            "skips_in_a_row": self._skips_in_a_row,
+        }
+        checkpoint.save(self.run_directory, self.step, tensors, state, keep_last=self.settings.keep_last)
+        self.log.event("checkpoint", step=self.step)
+
+    def resume(self) -> bool:
+        """Go to the newest whole checkpoint; False if there is none."""
+        newest = checkpoint.newest_whole(self.run_directory)
+        if newest is None:
+            return False
+        _, path = newest
+        tensors = self._model_tensors()
+        for name, (dtype, shape) in checkpoint.tensor_names(path).items():
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+        state = checkpoint.load(path, tensors)
+        device = self.precision.device
+        self.optimizers.load_state_tensors(
+            {
+                name.removeprefix("optimizer/"): value if value.ndim == 0 else value.to(device)
+                for name, value in tensors.items()
+                if name.startswith("optimizer/")
+            }
+        )
+        torch.set_rng_state(tensors["generator/cpu"])
+        if device == "cuda" and "generator/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["generator/cuda"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.skipped, self._skips_in_a_row = state["skipped"], state["skips_in_a_row"]
+        self.log.cut_after(self.step)
+        return True
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def run(self, description: str) -> None:
+        """Train to `max_steps`. Interrupted after a signal (saved), OnecardError when too many updates are skipped."""
+        settings = self.settings
+        self.model.train()
+        with (
+            stop_on_signals() as stop,
+            console.progress(description, settings.max_steps, "updates", done=self.step) as bar,
+        ):
+            while self.step < settings.max_steps:
+                started = time.monotonic()
+                result = self.update(self.step)
+                self.step += 1
+                self.tokens += result.tokens
+                self._count_skip(result)
+                last = self.step == settings.max_steps
+                held_out_loss = self._look() if last or self.step % settings.evaluate_every == 0 else None
+                spent = time.monotonic() - started
+                self.seconds += spent
+                if last or held_out_loss is not None or self.step % settings.log_every == 0:
+                    self._record(result, held_out_loss, spent)
+                bar.advance(1, f"loss {result.loss:.3f}")
+                if last or stop.signal is not None or self.step % settings.save_every == 0:
+                    self.save()
+                if stop.signal is not None and not last:
+                    name = signal.Signals(stop.signal).name
+                    self.log.event("pause", step=self.step, reason=name)
+                    raise Interrupted(
+                        f"Stopped by {name} after update {self.step} of {settings.max_steps}; everything is saved.",
+                        "Run the same command again to go on from there.",
+                    )
+
+    def _record(self, result: UpdateResult, held_out_loss: float | None, spent: float) -> None:
+        extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        self.log.update(
+            step=self.step,
+            tokens=self.tokens,
+            loss=result.loss if math.isfinite(result.loss) else None,
+            lr=self.schedule.factor(self.step - 1) * self.optimizers.peak_learning_rate,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            tokens_per_second=result.tokens / spent,
+            seconds=self.seconds,
+            peak_memory_bytes=peak_memory_bytes(self.precision.device),
+            **extra,
+        )
+
+    def _count_skip(self, result: UpdateResult) -> None:
+        if not result.skipped:
+            self._skips_in_a_row = 0
+            return
+        self.skipped += 1
+        self._skips_in_a_row += 1
+        rows = self.order.rows_of_update(self.step - 1)
+        self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
+        console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
+        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
+            raise OnecardError(
+                f"{SKIPS_IN_A_ROW} updates in a row had no finite gradient; the run stops with finite weights.",
+                f"Lower learning_rate, and look at the rows named in {self.run_directory / 'events.jsonl'}.",
+            )

@@ -1,0 +1,151 @@
+"""The verb `pretrain`: a corpus and a tokenizer in, a run directory with a language model out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from onecard import artifact, console
+from onecard.config import PretrainConfig, nearest
+from onecard.data.corpus import Split, read_documents
+from onecard.data.packing import StreamRows
+from onecard.data.tokens import TokenStore, encode_in_batches, write_store
+from onecard.errors import ArtifactError, ConfigError, DataError
+from onecard.model.load import load_tokenizer
+from onecard.model.presets import Preset, llama_config, preset
+from onecard.plan.speed import choose_size
+from onecard.train.directory import RunDirectory
+from onecard.train.precision import choose
+from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
+
+
+def pretrain(config: PretrainConfig) -> dict[str, Any]:
+    """Train a model from nothing. Resumes an unfinished run with the same settings and inputs."""
+    corpus = artifact.read_manifest(config.corpus, "corpus")
+    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer_hash = artifact.hash_file(_tokenizer_file(config.tokenizer))
+    if config.size != "auto":
+        preset(config.size)
+    mark = fingerprint(config, [corpus.content_hash, tokenizer_hash])
+    run = RunDirectory.open(
+        config.output, fingerprint=mark, settings=free_settings_removed(config), overwrite=config.overwrite
+    )
+    vocabulary = len(tokenizer)
+    store = _store(run, config.corpus, "train", tokenizer, vocabulary, tokenizer_hash)
+    held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_hash)
+    if store is None:
+        raise DataError(f"The corpus {config.corpus} has no document to train on.", "Run `onecard clean` on more text.")
+    unknown = set(config.mix) - set(store.sources)
+    if unknown:
+        name = sorted(unknown)[0]
+        hint = nearest(name, store.sources).strip() or f"Sources: {', '.join(store.sources)}."
+        raise ConfigError(f"mix names a source {name} that the corpus does not have.", hint)
+    weights = [config.mix.get(name, 1.0) for name in store.sources]
+    if not any(weights):
+        raise ConfigError("mix gives every source a weight of 0.", "Give at least one source a positive weight.")
+    precision = choose(config.precision if run.plan is None else run.plan["precision"])
+    shape = _shape(config, run, store, vocabulary, precision.flops_per_second, precision.device, weights)
+
+    def build() -> Any:
+        from transformers import LlamaForCausalLM
+
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        positions = max(1024, 2 * config.max_length)
+        return LlamaForCausalLM(llama_config(shape, vocabulary=vocabulary, max_positions=positions, token_ids=ids))
+
+    return train(
+        Task(
+            verb="pretrain",
+            config=config,
+            run=run,
+            precision=precision,
+            tokenizer=tokenizer,
+            build_model=build,
+            rows=StreamRows(store, config.max_length),
+            held_out=None if held_out is None else StreamRows(held_out, config.max_length),
+            weights=weights,
+            defaults=_defaults(shape),
+            parents=[config.corpus, config.tokenizer],
+            sample_prompts=_prompts(config.corpus, tokenizer),
+            facts={"size": shape.name},
+        )
+    )
+
+
+def _tokenizer_file(path: Path) -> Path:
+    return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else path / "model" / "tokenizer.json"
+
+
+def _store(
+    run: RunDirectory, corpus: Path, split: Split, tokenizer: Any, vocabulary: int, tokenizer_hash: str
+) -> TokenStore | None:
+    """The tokens of one split, made once a run; None if the split has no document."""
+    directory = run.path / "tokens" / split
+    if (directory / "meta.json").exists():
+        try:
+            return TokenStore(directory)
+        except ArtifactError:
+            console.note(f"  the token store {directory} is incomplete and is made again")
+    documents = ((document.source, document.text) for document in read_documents(corpus, split))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    store = write_store(
+        directory, encode_in_batches(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash
+    )
+    if not store.count:
+        return None
+    console.note(f"  {split}: {store.count:,} tokens in {store.meta['documents']:,} documents")
+    return store
+
+
+def _shape(
+    config: PretrainConfig,
+    run: RunDirectory,
+    store: TokenStore,
+    vocabulary: int,
+    rate: float,
+    device: str,
+    weights: list[float],
+) -> Preset:
+    """The preset asked for, the one planned before, or the one that fits the time."""
+    if run.plan is not None:
+        return preset(run.plan["size"])
+    if config.size != "auto":
+        return preset(config.size)
+    if config.time_limit_minutes is None:
+        raise ConfigError(
+            "size = auto needs to know how long the run may take.", "Give --time-limit-minutes, or a --size such as 26M."
+        )
+    lengths = store.lengths()
+    tokens = sum(int(lengths[store.source_of == i].sum() * weight) for i, weight in enumerate(weights))
+    return choose_size(
+        seconds=config.time_limit_minutes * 60,
+        flops_per_second=rate,
+        device=device,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        context_tokens=config.max_length,
+    )
+
+
+def _defaults(shape: Preset) -> Defaults:
+    """Learning rates by width: AdamW's falls with it (Yang et al. 2022), Muon's step is normalised and does not."""
+    return Defaults(
+        learning_rate=4e-3 * 256 / shape.width,
+        muon_learning_rate=0.02,
+        num_epochs=4.0,
+        optimizer="muon",
+        update_tokens=4096 if shape.width <= 256 else 16384 if shape.width <= 512 else 131072,
+    )
+
+
+def _prompts(corpus: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """The beginning of one held-out document of each language: what the samples in the report continue."""
+    prompts: dict[str, tuple[str, list[int]]] = {}
+    for document in read_documents(corpus, "held_out"):
+        if document.language not in prompts and len(document.text) > 200:
+            shown = document.text[: 24 if document.language == "zh" else 60]
+            ids = tokenizer(shown, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            prompts[document.language] = (shown, [tokenizer.bos_token_id, *ids])
+        if len(prompts) == 2:
+            break
+    return list(prompts.values())

@@ -1,0 +1,80 @@
+"""report.html of a training run: how the loss fell, what was planned and what was measured, what the model wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onecard.console import format_bytes, format_duration
+from onecard.report import Page
+from onecard.train.metrics import RunLog
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write `run`/report.html from the run's own files."""
+    log = RunLog(run)
+    rows = log.metrics()
+    page = Page(f"{verb}: {run.name}", f"{plan['parameters'] / 1e6:.1f}M parameters, {plan['optimizer']}, {plan['precision']}")
+    page.facts(
+        {
+            "loss on held-out rows (nats a token)": result["held_out_loss"] if result["held_out_loss"] else "none",
+            "updates": result["updates"],
+            "tokens": result["tokens"],
+            "tokens/s": round(result["tokens_per_second"]),
+            "time": format_duration(result["seconds"]),
+            "peak memory": format_bytes(result["peak_memory_bytes"]),
+        }
+    )
+    page.heading("Loss")
+    page.figure(lambda axes: _draw_loss(axes, rows), "Cross-entropy in nats a token: each update, its running mean, held-out rows.")
+    page.heading("Plan and measurement")
+    page.table(
+        ["", "planned", "measured"],
+        [
+            ["time", format_duration(plan["predicted_seconds"]), format_duration(result["seconds"])],
+            ["tokens a second", f"{plan['predicted_tokens_per_second']:,.0f}", f"{result['tokens_per_second']:,.0f}"],
+            ["updates", f"{plan['max_steps']:,}", f"{result['updates']:,}"],
+            ["updates skipped", "0", f"{result['skipped']:,}"],
+        ],
+    )
+    page.figure(lambda axes: _draw_rates(axes, rows), "Learning rate over the run.", height=1.8)
+    samples = log.samples()
+    if samples:
+        page.heading("What it wrote, update by update")
+        for prompt in dict.fromkeys(row["prompt"] for row in samples):
+            page.paragraph(prompt)
+            for row in [row for row in samples if row["prompt"] == prompt]:
+                page.sample(row["text"], f"after update {row['step']:,}")
+    page.heading("Settings")
+    page.table(
+        ["setting", "value"],
+        [[key, str(value)] for key, value in sorted({**plan.get("asked", {}), **plan}.items()) if key not in ("asked", "fingerprint")],
+    )
+    page.save(run / "report.html")
+
+
+def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    points = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
+    if points:
+        steps, losses = zip(*points)
+        axes.plot(steps, losses, color="#b7c6ea", linewidth=0.8, label="update")
+        smooth, mean = [], losses[0]
+        for value in losses:
+            mean += (value - mean) * 0.1
+            smooth.append(mean)
+        axes.plot(steps, smooth, color="#2f5fd0", linewidth=1.6, label="running mean")
+    held = [(row["step"], row["held_out_loss"]) for row in rows if row.get("held_out_loss") is not None]
+    if held:
+        axes.plot(*zip(*held), color="#b54708", marker="o", markersize=4, linewidth=1.2, label="held out")
+    axes.set_xlabel("update")
+    axes.set_ylabel("loss (nats/token)")
+    axes.legend(frameon=False)
+
+
+def _draw_rates(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    axes.plot([row["step"] for row in rows], [row["lr"] for row in rows], color="#18794e", linewidth=1.4)
+    axes.set_xlabel("update")
+    axes.set_ylabel("learning rate")
