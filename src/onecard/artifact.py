@@ -69,7 +69,9 @@ def hash_file(path: Path) -> str:
 
 def hash_json(value: Any) -> str:
     """Hash of a JSON-able value, independent of the order of keys."""
-    return hash_bytes(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str).encode())
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    # Under a C locale the bytes of a path that ASCII cannot hold are escaped: they become themselves again.
+    return hash_bytes(text.encode("utf-8", "surrogateescape"))
 
 
 def hash_tree(path: Path) -> str:
@@ -111,7 +113,10 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write a small UTF-8 file so that a reader sees the old or the new content, never a part, even after power loss."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with disk_faults(path), temporary.open("w", encoding="utf-8") as file:
+        with (
+            disk_faults(path),
+            temporary.open("w", encoding="utf-8", errors="surrogateescape") as file,
+        ):
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -23,7 +23,7 @@ from onecard.data.corpus import Document, write_documents
 from onecard.data.dedup import NearDuplicates, TextFile, digest
 from onecard.data.documents import RawDocument, read_raw_documents
 from onecard.data.records import Rejection
-from onecard.data.sources import source_files
+from onecard.data.sources import readable_label, source_files
 from onecard.data.split import held_out
 from onecard.errors import DataError
 
@@ -137,18 +137,20 @@ def clean(config: CleanConfig) -> dict[str, Any]:
         waiting = directory / ".texts"
         with (
             TextFile(waiting) as texts,
-            (directory / "rejected-00000.jsonl").open("w", encoding="utf-8", newline="\n") as file,
+            (directory / "rejected-00000.jsonl").open(
+                "w", encoding="utf-8", errors="surrogateescape", newline="\n"
+            ) as file,
         ):
             _clean_sources(config, sources, files, texts, _Aside(file, tally), tally)
             if not tally.kept:
                 raise _nothing_left(tally)
-            by_source: dict[str, list[str]] = {source.label: [] for source in sources}
+            by_source: dict[str, list[str]] = {source.name: [] for source in sources}
             for item in tally.kept:
                 by_source[item.source].append(item.id)
             chosen = held_out(by_source, config.held_out, config.seed)
             write_documents(directory, _documents(tally, texts, chosen))
         waiting.unlink()
-        report = _report(tally, [source.label for source in sources], chosen)
+        report = _report(tally, [source.name for source in sources], chosen)
         artifact.write_json_atomically(directory / "report.json", report)
         clean_report.page(report, tally.examples, tally.changed, [item.characters for item in tally.kept]).save(
             directory / "report.html"
@@ -160,13 +162,14 @@ def clean(config: CleanConfig) -> dict[str, Any]:
 
 
 def _distinct(sources: list[Source]) -> list[Source]:
-    """Sources whose labels are equal get a number, so that ids stay unique."""
+    """Give each source its name for reports; equal ones get a number, so that ids stay unique."""
     used: Counter[str] = Counter()
     made: list[Source] = []
     for source in sources:
-        used[source.label] += 1
-        count = used[source.label]
-        made.append(source if count == 1 else source.model_copy(update={"name": f"{source.label} ({count})"}))
+        name = readable_label(source)
+        used[name] += 1
+        count = used[name]
+        made.append(source.model_copy(update={"name": name if count == 1 else f"{name} ({count})"}))
     return made
 
 
@@ -184,12 +187,12 @@ def _clean_sources(
         done: Counter[str] = Counter()
         for source in sources:
 
-            def reject(rejection: Rejection, label: str = source.label) -> None:
-                place = f"{label}:{rejection.line}" if rejection.line else label
-                aside.add(rejection.reason, label, rejection.file, rejection.line, place, "", rejection.text)
+            def reject(rejection: Rejection, name: str = source.name) -> None:
+                place = f"{name}:{rejection.line}" if rejection.line else name
+                aside.add(rejection.reason, name, rejection.file, rejection.line, place, "", rejection.text)
 
             for raw in read_raw_documents(source, strict=config.strict, reject=reject):
-                cleaner.take(raw, source.label, source.language)
+                cleaner.take(raw, source.name, source.language)
                 # Bytes of text stand in for bytes of the file, which may be compressed or hold more than text.
                 advance = min(len(raw.text.encode("utf-8", "replace")), sizes[raw.file] - done[raw.file])
                 done[raw.file] += advance

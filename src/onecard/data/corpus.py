@@ -5,6 +5,7 @@ Columns: id (stable name of the document), text, source, language, split ("train
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ def write_documents(directory: Path, documents: Iterable[Document]) -> int:
     batch: list[Document] = []
     batch_characters = 0
     writer = None
+    open_files = contextlib.ExitStack()
 
     def flush() -> None:
         nonlocal batch_characters
@@ -53,8 +55,11 @@ def write_documents(directory: Path, documents: Iterable[Document]) -> int:
                 flush()
                 if writer is not None:
                     writer.close()
+                    open_files.close()
                 name = f"documents-{written // DOCUMENTS_PER_FILE:05d}.parquet"
-                writer = pq.ParquetWriter(directory / name, schema, compression="zstd")
+                # A file, not its path: the library cannot encode every path that Python can, under a C locale.
+                file = open_files.enter_context((directory / name).open("wb"))
+                writer = pq.ParquetWriter(file, schema, compression="zstd")
             batch.append(document)
             batch_characters += len(document.text)
             written += 1
@@ -64,6 +69,7 @@ def write_documents(directory: Path, documents: Iterable[Document]) -> int:
     finally:
         if writer is not None:
             writer.close()
+        open_files.close()
     return written
 
 
@@ -83,7 +89,7 @@ def read_documents(directory: Path, split: Split | None = None) -> Iterator[Docu
     if not files:
         raise ArtifactError(f"The corpus {directory} holds no documents-*.parquet.", "Run `onecard clean` again.")
     for path in files:
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as opened, pq.ParquetFile(opened) as file:
             for batch in file.iter_batches(batch_size=1000):
                 for row in batch.to_pylist():
                     if split is None or row["split"] == split:

@@ -48,7 +48,7 @@ _BINARY_MAGIC = (
     b"7z\xbc\xaf", b"\x1f\x8b", b"\xd0\xcf\x11\xe0", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PAR1", b"BZh", b"RIFF",
     b"OggS",
 )  # fmt: skip
-_TEXT_CONTROLS = frozenset("\t\n\r\f\x1b\0")
+_TEXT_CONTROLS = frozenset("\t\n\r\v\f\x1b\0")
 
 # The everyday characters of written Chinese; simplified first, then traditional forms that differ. About seven in ten
 # characters of real text are among them, and about one in forty of text that was decoded wrongly.
@@ -167,7 +167,15 @@ def _guess(sample: bytes, whole: bool) -> str:
         if _control_share(text) > 0.05:
             raise NotText("binary_file")
         return "utf-8-sig"
-    return _guess_wide(sample) or _guess_chinese(sample, whole) or _guess_statistically(sample, whole)
+    found = _guess_wide(sample) or _guess_chinese(sample, whole)
+    if found:
+        return found
+    try:
+        return _guess_statistically(sample, whole)
+    except NotText:
+        if damage <= _TOLERATED_DAMAGE * len(text) and _control_share(text) <= 0.05:
+            return "utf-8-sig"  # ASCII with a few broken bytes
+        raise
 
 
 def _guess_wide(sample: bytes) -> str | None:

@@ -7,45 +7,23 @@ field is the text, who speaks in a chat) is not known here.
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from onecard import console
 from onecard.data import encoding, sources
 from onecard.data.encoding import DAMAGED, TextFormat, strip_line_end
+from onecard.data.rows import Item, Lines, Rejection, Row
+from onecard.data.tables import read_parquet, read_table
 
 # With split = auto a text longer than this is cut at a line end, so that one huge file is not one huge document.
 LONGEST_TEXT_CHARACTERS = 4_000_000
 _LINES_LOOKED_AT = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One record: its values by key, and where it stands (`line` counted from 1)."""
-
-    values: dict[str, Any]
-    file: str
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """What could not be used: a short reason such as bad_json, where it stands (line 0: the whole file), its text."""
-
-    reason: str
-    file: str
-    line: int
-    text: str
-
-
-Item = Row | Rejection
 
 
 def read_file(path: Path, *, encoding_name: str = "auto", split: str = "auto") -> Iterator[Item]:
@@ -55,7 +33,7 @@ def read_file(path: Path, *, encoding_name: str = "auto", split: str = "auto") -
         yield Rejection("unsupported_file", str(path), 0, "")
         return
     if kind == ".parquet":
-        yield from _guarded(path, _read_parquet(path))
+        yield from _guarded(path, read_parquet(path))
         return
     open_bytes = functools.partial(sources.open_bytes, path)
     try:
@@ -70,9 +48,6 @@ def read_file(path: Path, *, encoding_name: str = "auto", split: str = "auto") -
     yield from _guarded(path, _read_text_format(kind, str(path), lines, text_format, split))
 
 
-Lines = Callable[[], Iterator[str]]
-
-
 def _read_text_format(kind: str, file: str, lines: Lines, text_format: TextFormat, split: str) -> Iterator[Item]:
     match kind:
         case ".txt" | ".md":
@@ -82,7 +57,7 @@ def _read_text_format(kind: str, file: str, lines: Lines, text_format: TextForma
         case ".json":
             return _read_json(file, lines)
         case ".csv" | ".tsv":
-            return _read_table(file, lines, kind)
+            return read_table(file, lines, kind)
         case _:
             return _read_yaml(file, lines)
 
@@ -287,118 +262,6 @@ def _read_json_list(file: str, whole: str, position: int) -> Iterator[Item]:
             return
         line += whole.count("\n", position, following)
         position = following
-
-
-# --- tables -------------------------------------------------------------------------------------------------------
-
-
-class _Recorder:
-    """Hands lines to the csv module one by one, remembering those of the current record."""
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
-        self.record: list[str] = []
-        self.number = 0
-
-    def __iter__(self) -> _Recorder:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines).replace("\0", "")
-        self.number += 1
-        self.record.append(line)
-        return line
-
-    def push_back(self) -> None:
-        """Take back all lines of the record but its first."""
-        rest, self.record = self.record[1:], []
-        self.number -= len(rest)
-        before = self._lines
-        self._lines = iter([*rest, *before])
-
-
-def _read_table(file: str, lines: Lines, kind: str) -> Iterator[Item]:
-    """Cells stay the strings that they are: null, NA and None are words here, and an empty cell is an empty string."""
-    # The module's limit of 128 KiB a cell is global; long documents are ordinary here.
-    csv.field_size_limit(sys.maxsize)
-    recorder = _Recorder(lines())
-    header: list[str] | None = None
-    reader = csv.reader(recorder, **_dialect(lines, kind))
-    while True:
-        first = recorder.number + 1
-        recorder.record.clear()
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error:
-            yield Rejection("bad_csv", file, first, "".join(recorder.record))
-            continue
-        raw = "".join(recorder.record)
-        if len(recorder.record) > 1 and raw.count('"') % 2:
-            # Only the end of the file ends such a record: a quote was opened and never closed. Its first line is bad;
-            # those that it swallowed are read again.
-            yield Rejection("unclosed_quote", file, first, recorder.record[0])
-            recorder.push_back()
-            reader = csv.reader(recorder, **_dialect(lines, kind))
-        elif not cells:
-            continue
-        elif DAMAGED in raw:
-            yield Rejection("undecodable_bytes", file, first, raw.replace(DAMAGED, "\ufffd"))
-        elif header is None:
-            header = _column_names(cells)
-        elif len(cells) != len(header):
-            yield Rejection("wrong_number_of_columns", file, first, raw)
-        else:
-            yield Row(dict(zip(header, cells)), file, first)
-
-
-def _column_names(cells: list[str]) -> list[str]:
-    """The header: empty names are numbered, repeated ones get a number too, so that no column hides another."""
-    names: list[str] = []
-    for position, cell in enumerate(cells, 1):
-        name = cell.strip() or f"column_{position}"
-        names.append(name if name not in names else f"{name}_{position}")
-    return names
-
-
-def _dialect(lines: Lines, kind: str) -> dict[str, Any]:
-    """Separator: tab in .tsv; in .csv whichever of comma, semicolon and tab the first line has most of.
-
-    Tab-separated files are written with and without CSV quoting. They are read without if every line then has as many
-    cells as the first and no cell looks as a CSV writer would have quoted it.
-    """
-    head: list[str] = []
-    for line in lines():
-        head.append(strip_line_end(line))
-        if len(head) >= _LINES_LOOKED_AT:
-            break
-    if not head:
-        return {}
-    if kind == ".csv":
-        outside_quotes = re.sub(r'"[^"]*"', "", head[0])
-        return {"delimiter": max(",;\t", key=outside_quotes.count)}
-    cells = [line.split("\t") for line in head if line]
-    even = all(len(row) == len(cells[0]) for row in cells)
-    quoted = any(re.fullmatch(r'"(?:[^"]|"")*""(?:[^"]|"")*"', cell) for row in cells for cell in row)
-    return {"delimiter": "\t", "quoting": csv.QUOTE_NONE if even and not quoted else csv.QUOTE_MINIMAL}
-
-
-def _read_parquet(path: Path) -> Iterator[Item]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        compressed = path.suffix.lower() != ".parquet"
-        opened = pq.ParquetFile(pa.BufferReader(sources.open_bytes(path).read()) if compressed else path)
-        with opened as file:
-            for batch in file.iter_batches(batch_size=1000):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(values, str(path), number)
-    except pa.ArrowException as fault:
-        yield Rejection("damaged_file", str(path), 0, str(fault))
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------

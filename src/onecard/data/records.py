@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from onecard.config import Source
-from onecard.data.formats import Rejection, Row, read_file
+from onecard.data.formats import read_file
+from onecard.data.rows import Rejection, Row
 from onecard.data.sources import source_files
 from onecard.errors import DataError
 

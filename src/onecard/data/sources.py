@@ -58,9 +58,19 @@ def name_in_source(source: Source, file: Path) -> str:
     """A name of the file that does not depend on the machine: the source's label and the path below it."""
     path = _location(source)
     if path.is_file():
-        return source.label
+        return readable_label(source)
     root = path if path.is_dir() else _fixed_part(path)
-    return f"{source.name or root.name}/{file.relative_to(root).as_posix()}"
+    return _readable(f"{source.name or root.name}/{file.relative_to(root).as_posix()}")
+
+
+def readable_label(source: Source) -> str:
+    """What reports and documents call the source."""
+    return _readable(source.label)
+
+
+def _readable(name: str) -> str:
+    """A name that can be encoded, also where Python escaped the bytes of a path that the locale cannot express."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def file_format(path: Path) -> str | None:
@@ -127,5 +137,11 @@ def _package_remedy(name: str, inside: str) -> str:
         files = importlib.metadata.files(name) or []
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return f"Install it: pip install --no-deps {_INDEX_NAMES.get(name, name.replace('_', '-'))}"
-    imported = sorted({file.parts[0] for file in files if file.name == "__init__.py" and len(file.parts) == 2})
+    imported = sorted(
+        {
+            file.parts[0]
+            for file in files
+            if file.name == "__init__.py" and len(file.parts) == 2 and file.parts[0][0] != "_"
+        }
+    )
     return f"It is imported by another name: write package:{(imported or [name])[0]}/{inside}"
