@@ -168,7 +168,8 @@ def test_a_json_list_that_breaks_off_gives_the_rows_before(tmp_path: Path) -> No
 def test_csv_keeps_words_quotes_and_newlines(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(
-        b'\xef\xbb\xbftext,label\r\nnull,NA\r\nNone,\r\n"a, b",1\r\n"say ""hi""",null\r\n"two\r\nlines",2\r\nlast,nan\r\n'
+        b'\xef\xbb\xbftext,label\r\nnull,NA\r\nNone,\r\n"a, b",1\r\n'
+        b'"say ""hi""",null\r\n"two\r\nlines",2\r\nlast,nan\r\n'
     )
     rows, rejected = read(path)
     assert rejected == []

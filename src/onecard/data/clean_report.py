@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = 3
 CHANGES = 3
-_EXCERPT_CHARACTERS = 300
+_EXCERPT_CHARACTERS = 200
+_MARKS = {"\n": "⏎", "\t": "⇥", "\u3000": "▢", " ": "·", "\r": "␍"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +62,50 @@ def page(
     )
     if rejected:
         made.heading("What was set aside")
-        made.paragraph(
-            "Every row stands in rejected-00000.jsonl with its file and line; here are the first of each kind."
-        )
+        made.paragraph("Each stands in rejected-00000.jsonl with file and line; here are the first of each kind.")
         for reason, count in result["rejected"].items():
+            made.paragraph(f"{reason}: {count:,}")
             rows = [
-                [f"{row['file']}:{row['line']}" if row["line"] else row["file"], row["detail"], _visible(row["text"])]
-                for row in examples[reason]
+                [f"{_place(row)}: {row['detail']}".rstrip(": "), _shortened(row["text"])] for row in examples[reason]
             ]
-            made.table(["where", "detail", "text"], rows, caption=f"{reason}: {count:,}")
+            made.table(["where", "text"], rows)
     made.heading("Lengths")
     made.figure(lambda axes: _draw_lengths(axes, lengths_characters), "Characters in a document (logarithmic).")
     if changed:
         made.heading("Before and after")
         made.paragraph(
-            f"{result['changed']:,} documents were tidied. Line ends are shown as ⏎, tabs as ⇥, "
-            "ideographic spaces as ▢, other spaces as ·."
+            f"{result['changed']:,} kept documents were tidied. From the first place that changed: line ends are shown "
+            "as ⏎, tabs as ⇥, spaces as ·, ideographic spaces as ▢, other invisible characters by their number."
         )
-        made.table(["document", "before", "after"], [[change.id, *_excerpts(change)] for change in changed])
+        for change in changed:
+            made.table(["before", "after"], [_excerpts(change)], caption=change.id)
     return made
 
 
-def _visible(text: str) -> str:
-    short = text[:_EXCERPT_CHARACTERS]
-    return short + (" …" if len(text) > len(short) else "")
+def _place(row: Mapping[str, Any]) -> str:
+    return f"{row['source']}, line {row['line']}" if row["line"] else str(row["file"])
+
+
+def _shortened(text: str) -> str:
+    return text[:_EXCERPT_CHARACTERS] + (" …" if len(text) > _EXCERPT_CHARACTERS else "")
 
 
 def _excerpts(change: Change) -> tuple[str, str]:
-    """The first place that differs, on both sides, with spaces made visible."""
-    same = 0
-    for same, (old, new) in enumerate(zip(change.before, change.after)):  # noqa: B007 - the position is what is wanted
-        if old != new:
-            break
-    start = max(same - 40, 0)
-    marks = str.maketrans({"\n": "⏎", "\t": "⇥", "\u3000": "▢", " ": "·", "\r": "␍"})
+    """Both texts from shortly before the first place that differs."""
+    shorter = min(len(change.before), len(change.after))
+    same = next((i for i in range(shorter) if change.before[i] != change.after[i]), shorter)
+    start = max(same - 20, 0)
     before, after = (text[start : start + _EXCERPT_CHARACTERS] for text in (change.before, change.after))
-    return before.translate(marks), after.translate(marks)
+    return _visible(before), _visible(after)
+
+
+def _visible(text: str) -> str:
+    return "".join(_MARKS.get(character) or _name_if_invisible(character) for character in text)
+
+
+def _name_if_invisible(character: str) -> str:
+    invisible = unicodedata.category(character) in ("Cc", "Cf", "Zs", "Zl", "Zp")
+    return f"[U+{ord(character):04X}]" if invisible else character
 
 
 def _draw_lengths(axes: Axes, lengths_characters: Sequence[int]) -> None:
