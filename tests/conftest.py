@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The tensors of the tests are tiny: threads would only wait for each other (many times slower on a busy machine).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onecard import console
-from onecard.console import format_number
 from onecard.report import Page
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ def language_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]
         *(["change"] if "base" in bits else []),
     ]
     rows = []
-    for language, score in report["models"]["model"]["languages"].items():
-        row = [language, score["documents"], round(score["bytes"] / 1000, 1)]
+    for language, score in _languages(report["models"]["model"]):
+        row: list[Any] = [language, score["documents"], round(score["bytes"] / 1000, 1)]
         if xz:
             row.append(_bits(xz[language]) if language in xz else "")
         row += [_bits(bits[name][language]) for name in bits]
@@ -79,8 +78,14 @@ def language_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]
     return columns, rows
 
 
-def _bits(value: float) -> str:
-    return f"{value:.3f}"
+def _languages(one: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Scores by language; "all" only where it adds something."""
+    found = one["languages"]
+    return [(language, score) for language, score in found.items() if language != "all" or len(found) > 2]
+
+
+def _bits(value: float) -> float:
+    return round(value, 3)
 
 
 def behaviour_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
@@ -154,8 +159,8 @@ def _lead(models: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _facts(result: Mapping[str, Any]) -> dict[str, str]:
-    facts = {}
+def _facts(result: Mapping[str, Any]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
     for name, values in sorted(result["bits_per_byte"].items(), reverse=True):
         facts[f"bits per byte, {name}"] = _bits(values["all"])
     if result["xz"]:
@@ -181,9 +186,9 @@ def _text_section(made: Page, report: Mapping[str, Any]) -> None:
     made.table(*language_table(report), caption)
     made.figure(lambda axes: _draw(axes, report["result"]), "Bits per byte by language", height=2.6)
     rows = [
-        [name, kind, score["documents"], score["tokens"], _bits(score["bits_per_byte"]), _perplexity(score)]
+        [name, kind, score["documents"], score["tokens"], _bits(score["bits_per_byte"]), score["perplexity"]]
         for name, one in report["models"].items()
-        for kind, score in [*one["languages"].items(), *_sources(one)]
+        for kind, score in [*_languages(one), *_sources(one)]
     ]
     made.table(
         ["model", "language or source", "documents", "tokens", "bits per byte", "perplexity"],
@@ -204,14 +209,10 @@ def _sources(one: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(f"source {name}", score) for name, score in one["sources"].items()]
 
 
-def _perplexity(score: Mapping[str, Any]) -> str:
-    return format_number(float(score["perplexity"]))
-
-
 def _draw(axes: Axes, result: Mapping[str, Any]) -> None:
     """Bars by language: xz, base, model."""
     series: dict[str, Bits] = {**({"xz -9e": result["xz"]} if result["xz"] else {}), **result["bits_per_byte"]}
-    languages = list(result["bits_per_byte"]["model"])
+    languages = [name for name in result["bits_per_byte"]["model"] if name != "all"]
     colours = {"xz -9e": "#c3c9d5", "base": "#8fb0ff", "model": "#2f5fd0"}
     width = 0.8 / len(series)
     for offset, (name, values) in enumerate(series.items()):
@@ -221,9 +222,8 @@ def _draw(axes: Axes, result: Mapping[str, Any]) -> None:
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
     axes.set_xticks(range(len(languages)), languages)
     axes.set_ylabel("bits per byte")
-    axes.margins(y=0.15)
     axes.grid(visible=False, axis="x")
-    axes.legend(frameon=False, ncols=len(series), loc="upper right")
+    axes.legend(frameon=False, ncols=len(series), loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def _answer_section(made: Page, report: Mapping[str, Any]) -> None:
