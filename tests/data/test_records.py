@@ -234,6 +234,10 @@ def test_yaml_conversations_and_rows(tmp_path: Path) -> None:
     ]
     path.write_text("- text: 一\n  n: 1\n- 二\n", encoding="utf-8")
     assert [row.values for row in read(path)[0]] == [{"text": "一", "n": "1"}, {"text": "二"}]
+    path.write_text("one: row\n", encoding="utf-8")
+    assert [row.values for row in read(path)[0]] == [{"one": "row"}]
+    path.write_text("only a sentence\n", encoding="utf-8")
+    assert [item.reason for item in read(path)[1]] == ["not_an_object"]
     path.write_text("a: [1, 2\nb: 3\n", encoding="utf-8")
     assert [item.reason for item in read(path)[1]] == ["bad_yaml"]
 

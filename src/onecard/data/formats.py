@@ -292,7 +292,8 @@ def _read_yaml(file: str, lines: Lines) -> Iterator[Item]:
                 default=root,
             )
         if not isinstance(items, yaml.SequenceNode):
-            yield Row(loader.construct_object(root, deep=True), file, 1)
+            value = loader.construct_object(root, deep=True)
+            yield _row_of(value, file, 1, str(value)[:2000])
             return
         for node in items.value:
             value = loader.construct_object(node, deep=True)
