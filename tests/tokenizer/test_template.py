@@ -220,7 +220,8 @@ def test_a_control_token_that_swallows_white_space() -> None:
         # Drops old answers' thoughts: the first answer is rendered in two ways.
         (
             "{% for m in messages %}<|head|>{{ m.role }}\n"
-            "{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n{% endif %}",
+            "{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<|eot|>"
+            "{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n{% endif %}",
             2,
             "rendered otherwise when further messages follow",
         ),
@@ -400,7 +401,8 @@ ARGUMENTS = {"城市": "北京", "days": 3, "deep": {"a": [None, True, 1.5]}}
         CHAT_TEMPLATE,
         # Prints the arguments as they are.
         "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function.arguments }}{% endfor %}<|eot|>{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n{% endif %}",
+        "{{ c.function.arguments }}{% endfor %}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant\n{% endif %}",
         # Joins them to its own text.
         "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}{{ '' + "
         "c.function.arguments }}{% endfor %}<|eot|>{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n"

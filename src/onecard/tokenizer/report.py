@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onecard import console
 from onecard.data.corpus import Document, read_documents
 from onecard.report import Page
+from onecard.tokenizer.chunks import chunks
 from onecard.tokenizer.special import BYTES, FIXED_TOKENS
 
 if TYPE_CHECKING:
@@ -101,14 +102,16 @@ def _count(
     tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], found: Measurement, counts: dict[str, Count]
 ) -> None:
     def flush(batch: list[Document]) -> None:
-        encoded = tokenizer.backend_tokenizer.encode_batch([item.text for item in batch], add_special_tokens=False)
-        for document, encoding in zip(batch, encoded):
-            count = counts.setdefault(document.language, Count())
+        parts = [(item.language, part) for item in batch for part in chunks([item.text])]
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast([part for _, part in parts], add_special_tokens=False)
+        for (language, _), encoding in zip(parts, encoded):
+            counts.setdefault(language, Count()).tokens += len(encoding.ids)
+            found.used.update(encoding.ids)
+        for document in batch:
+            count = counts[document.language]
             count.documents += 1
             count.characters += len(document.text)
-            count.bytes += len(document.text.encode("utf-8", "surrogatepass"))
-            count.tokens += len(encoding.ids)
-            found.used.update(encoding.ids)
+            count.bytes += len(document.text.encode())
             if document.language not in found.samples:
                 found.samples[document.language] = document.text.strip()[:SAMPLE_CHARACTERS]
 

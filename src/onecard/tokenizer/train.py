@@ -17,6 +17,7 @@ from onecard import artifact, console
 from onecard.config import TokenizerTrainConfig
 from onecard.data.corpus import read_documents
 from onecard.errors import ConfigError, DataError
+from onecard.tokenizer.chunks import chunks
 from onecard.tokenizer.special import (
     BYTES,
     CHAT_TEMPLATE,
@@ -34,10 +35,6 @@ from onecard.tokenizer.special import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
-
-# A document is fed to the trainer in chunks of this many characters: it keeps some 40 bytes for each byte of a chunk
-# while it splits it, so that one line of 5 MB would need most of a gigabyte by itself.
-CHUNK_CHARACTERS = 20_000
 
 
 def train(config: TokenizerTrainConfig) -> dict[str, Any]:
@@ -115,7 +112,7 @@ def train_model(
 
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre_tokenizer]), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = pre_tokenizers.Split(Regex(rf"(?m:.{{1,{maximum_token_characters}}})"), behavior="isolated")
+    cut = pre_tokenizers.FixedLength(length=maximum_token_characters)
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut, to_bytes])
@@ -142,20 +139,6 @@ def train_model(
     for token in description["added_tokens"]:
         token["special"] = token["content"] not in MARKUP_TOKENS
     return Tokenizer.from_str(json.dumps(description))
-
-
-def chunks(texts: Iterable[str], characters: int = CHUNK_CHARACTERS) -> Iterator[str]:
-    """Cut long texts so that memory stays bounded; a cut falls on a line break or a space where there is one near."""
-    for text in texts:
-        start = 0
-        while len(text) - start > characters:
-            end = start + characters
-            near = max(text.rfind("\n", end - 1000, end), text.rfind(" ", end - 1000, end))
-            # The white space begins the next chunk, as it begins the next piece.
-            end = near if near > start else end
-            yield text[start:end]
-            start = end
-        yield text[start:]
 
 
 def wrap(model: Tokenizer) -> PreTrainedTokenizerFast:
