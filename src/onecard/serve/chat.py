@@ -8,6 +8,7 @@ oldest turns are dropped and that is said. It does not know HTTP: the engine run
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ _HELP = r"""/exit          leave (also Ctrl-D, or Ctrl-C at the prompt)
 /help          this list
 A line that ends in \ goes on in the next one. Ctrl-C stops an answer."""
 
+# Bytes with which a text could move the cursor, or worse, of the terminal that shows it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COMMANDS = ("/exit", "/reset", "/system", "/retry", "/help")
 
 
@@ -51,7 +54,7 @@ class _Chat:
     def __init__(self, config: ChatConfig, engine: Engine, tokenizer: PreTrainedTokenizerFast) -> None:
         self._config, self._engine, self._tokenizer = config, engine, tokenizer
         self._conversation = _Conversation(config.system)
-        self._interactive = sys.stdin.isatty()
+        self._interactive, self._to_terminal = sys.stdin.isatty(), sys.stdout.isatty()
         self.answers: list[dict[str, Any]] = []
 
     def run(self) -> None:
@@ -153,7 +156,9 @@ class _Chat:
             del turns[:2]
             dropped += 1
         if dropped:
-            console.note(f"(The context of {length} tokens is full: the oldest {dropped} turns are forgotten.)")
+            console.note(
+                f"(The context of {length} tokens is full: its oldest {dropped} answered questions are forgotten.)"
+            )
         return ids
 
     def _answer(self, ids: list[int]) -> tuple[str, FinishEvent, float]:
@@ -178,7 +183,7 @@ class _Chat:
         """Print what comes until the answer ends."""
         for event in handle:
             pieces.append(event.text)
-            console.result_fragment(event.text)
+            console.result_fragment(_CONTROL.sub("\ufffd", event.text) if self._to_terminal else event.text)
             if isinstance(event, FinishEvent):
                 return event
         raise AssertionError("an answer ends with a FinishEvent")

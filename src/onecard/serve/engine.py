@@ -454,9 +454,10 @@ def open_engine(
     """Load a model directory onto the best device here and start an engine; ArtifactError or ConfigError otherwise."""
     import torch
 
-    from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer
+    from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer, model_directory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    model_directory(path)  # says what is missing before anything is read
     tokenizer = load_tokenizer(path)
     model = load_model(path, dtype=serving_dtype(precision, device), device=device)
     check_tokenizer_fits(tokenizer, model, path)
