@@ -93,6 +93,10 @@ def test_bos_stands_in_front_by_itself(trained: Any) -> None:
     assert trained.decode(ids, skip_special_tokens=True) == "hi"
 
 
+def test_what_it_returns_goes_into_a_decoder_as_it_is(trained: Any) -> None:
+    assert set(trained("hi")) == {"input_ids", "attention_mask"}
+
+
 def test_digits(trained: Any) -> None:
     name = trained.backend_tokenizer.to_str()
     count = len(trained.encode("1234567890", add_special_tokens=False))

@@ -157,6 +157,8 @@ def wrap(model: Tokenizer) -> PreTrainedTokenizerFast:
         # The limit belongs to the model (its max_position_embeddings), not to the tokenizer.
         model_max_length=1_000_000_000,
         padding_side="right",
+        # Without this transformers adds token_type_ids, which no decoder takes.
+        model_input_names=["input_ids", "attention_mask"],
     )
     return wrapped
 
