@@ -159,3 +159,28 @@ def test_what_was_asked_of_the_model_is_what_it_answers(tiny: Any, monkeypatch: 
     assert answer.finish_reason == "stop"
     assert answer.tokens == len(words)
     assert done == [1]
+
+
+def test_padding_does_not_move_the_positions_of_a_model_that_learned_them() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model: Any = GPT2LMHeadModel(config).eval()
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21], [30]]
+
+    def continued(batch_size: int) -> list[Generated]:
+        return generate(model, prompts, stop_ids=[], vocabulary_size=64, limit=50, batch_size=batch_size)
+
+    assert continued(1) == continued(3)
+    assert [len(item.ids) for item in continued(3)] == [24, 30, 31]  # to the end of the 32 positions

@@ -171,9 +171,11 @@ def _greedy_steps(model: Any, prompts: Sequence[Sequence[int]], vocabulary_size:
     mask_BT = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=model.device)
     # transformers renames the argument and the output in the course of version 5.
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    last_position = context_tokens(model.config) - 1
     cache = None
     while True:
-        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
+        # Rows that have ended run along until all have; their positions must still be ones that the model has.
+        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(0, last_position)[:, -ids_BT.shape[1] :]
         output = model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
