@@ -23,6 +23,7 @@ from onecard.errors import ConfigError
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -122,8 +123,8 @@ class TrainingConfig(Verb):
 
     seed: int = setting(0, "decides initial weights and the order of rows", ge=0)
     max_steps: Positive | Auto = setting("auto", "number of updates; auto: from num_epochs and time_limit_minutes")
-    num_epochs: float | Auto = setting("auto", "passes over the rows", gt=0)
-    time_limit_minutes: float | None = setting(
+    num_epochs: PositiveNumber | Auto = setting("auto", "passes over the rows")
+    time_limit_minutes: PositiveNumber | None = setting(
         None,
         "the plan fixes before the run as many updates as fit in this time on this machine (never more than num_epochs)",
     )
@@ -131,8 +132,8 @@ class TrainingConfig(Verb):
     batch_size: Positive | Auto = setting("auto", "rows in a micro-batch")
     gradient_accumulation_steps: Positive | Auto = setting("auto", "micro-batches in an update")
     optimizer: Literal["auto", "adamw", "muon"] = setting("auto", "muon: Muon for the matrices, AdamW for the rest")
-    learning_rate: float | Auto = setting("auto", "peak learning rate (of AdamW; see muon_learning_rate)", gt=0)
-    muon_learning_rate: float | Auto = setting("auto", "peak learning rate of the matrices under muon", gt=0)
+    learning_rate: PositiveNumber | Auto = setting("auto", "peak learning rate (of AdamW; see muon_learning_rate)")
+    muon_learning_rate: PositiveNumber | Auto = setting("auto", "peak learning rate of the matrices under muon")
     weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only: never on norms and biases", ge=0)
     warmup_ratio: Fraction = setting(0.03, "share of the updates in which the learning rate rises")
     schedule: Literal["cosine", "wsd"] = setting("wsd", "wsd: warm-up, stable, then linear decay over decay_ratio")
@@ -300,6 +301,28 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {fault}.", "Mend that line.") from None
 
 
+def relative_to(base: Path, kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths of a recipe are meant from the folder that the recipe lies in; `package:` paths are left alone."""
+
+    def placed(path: Any) -> Any:
+        if not isinstance(path, str) or path.startswith("package:"):
+            return path
+        return str(base / Path(path).expanduser())
+
+    made = dict(values)
+    for name, info in kind.model_fields.items():
+        if name not in made:
+            continue
+        if info.annotation == list[Source] and isinstance(made[name], list):
+            made[name] = [
+                {**item, "path": placed(item.get("path"))} if isinstance(item, dict) and "path" in item else placed(item)
+                for item in made[name]
+            ]
+        elif Path in _alternatives(info.annotation):
+            made[name] = placed(made[name])
+    return made
+
+
 # --- flags --------------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +408,8 @@ def from_arguments(kind: type[AnySettings], parsed: Mapping[str, Any], section: 
     values: dict[str, Any] = {}
     recipe = parsed.get("_recipe")
     if recipe:
-        values.update(read_toml(Path(recipe)).get(section, {}))
+        table = read_toml(Path(recipe)).get(section, {})
+        values.update(relative_to(Path(recipe).parent, kind, table))
     # An empty list is what argparse gives for positionals that were not typed.
     values.update({key: value for key, value in parsed.items() if not key.startswith("_") and value not in ([], None)})
     return build(kind, values, where=f"[{section}] of {recipe}" if recipe else "")

@@ -10,7 +10,7 @@ meta.json      dtype, count, documents, sources, tokenizer hash
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from onecard import artifact
 from onecard.errors import ArtifactError, DataError
-
-_LONGEST_BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +72,6 @@ def write_store(
         }
         artifact.write_json_atomically(temporary / "meta.json", meta)
     return TokenStore(directory)
-
-
-def encode_in_batches(tokenizer: Any, documents: Iterable[tuple[str, str]]) -> Iterator[Encoded]:
-    """Encode (source, text) pairs as bos text eos, many at a time on all cores; memory stays bounded.
-
-    User text never becomes control tokens: special spellings inside it are encoded as plain text.
-    """
-    batch: list[tuple[str, str]] = []
-    characters = 0
-
-    def flush() -> Iterator[Encoded]:
-        encoded = tokenizer(
-            [text for _, text in batch], add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
-        for (source, _), ids in zip(batch, encoded):
-            yield Encoded(source, [*begin, *ids, *end])
-
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for item in documents:
-        batch.append(item)
-        characters += len(item[1])
-        if characters >= _LONGEST_BATCH_CHARACTERS:
-            yield from flush()
-            batch, characters = [], 0
-    if batch:
-        yield from flush()
 
 
 class TokenStore:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+# Longer than this, one product has told enough.
+SLOW_PRODUCT_SECONDS = 0.2
+
 
 def default_device() -> str:
     """cuda where a card answers, else cpu."""
@@ -16,31 +19,29 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def matrix_rate(dtype: torch.dtype, device: str, *, seconds: float = 0.15) -> float:
-    """FLOP a second of a matrix product in `dtype`, the median of repeated products over about `seconds`.
+def matrix_rate(dtype: torch.dtype, device: str) -> float:
+    """FLOP a second of the best matrix product in `dtype`: the best, because other work on the machine only slows one.
 
-    Starts small and grows while products are quick, because a processor without units for a format can be hundreds of
-    times slower than with another.
+    Sizes grow while a product is quick, for a processor without units for a format can be hundreds of times slower
+    than with another.
     """
     import torch
 
-    size, best = 128, 0.0
-    limit = 8192 if device == "cuda" else 1024
-    while size <= limit:
-        left = torch.ones(size, size, dtype=dtype, device=device)
-        left @ left  # the first product of a shape pays for set-up
-        rates: list[float] = []
-        started = time.perf_counter()
-        while not rates or (time.perf_counter() - started < seconds / 4 and len(rates) < 50):
-            before = time.perf_counter()
-            left @ left
+    best = 0.0
+    for size in (256, 512, 1024) if device == "cpu" else (1024, 4096, 8192):
+        matrix = torch.ones(size, size, dtype=dtype, device=device)
+        matrix @ matrix  # the first product of a shape pays for set-up
+        for _ in range(5):
+            started = time.perf_counter()
+            matrix @ matrix
             if device == "cuda":
                 torch.cuda.synchronize()
-            rates.append(2.0 * size**3 / (time.perf_counter() - before))
-        best = max(best, sorted(rates)[len(rates) // 2])
-        if 2.0 * (2 * size) ** 3 / best > seconds:
+            spent = time.perf_counter() - started
+            best = max(best, 2.0 * size**3 / spent)
+            if spent > SLOW_PRODUCT_SECONDS:
+                break
+        if spent > SLOW_PRODUCT_SECONDS / 8:  # the next size has at least eight times the work
             break
-        size *= 2
     return best
 
 

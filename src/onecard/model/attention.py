@@ -152,6 +152,8 @@ def packed_attention(
             f"Set max_length to at most {sliding_window}.",
         )
     groups = query.shape[1] // key.shape[1]
+    # Under autocast rotary embeddings leave fp32 queries and keys beside 16-bit values; the kernel wants one format.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn
 

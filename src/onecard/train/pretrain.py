@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ from onecard import artifact, console
 from onecard.config import PretrainConfig, nearest
 from onecard.data.corpus import Split, read_documents
 from onecard.data.packing import StreamRows
-from onecard.data.tokens import TokenStore, encode_in_batches, write_store
+from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.model.load import load_tokenizer
 from onecard.model.presets import Preset, llama_config, preset
 from onecard.plan.speed import choose_size
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
+from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
+
+# Characters tokenised at a time: enough to keep all cores busy, little enough to keep memory flat.
+BATCH_CHARACTERS = 4_000_000
 
 
 def pretrain(config: PretrainConfig) -> dict[str, Any]:
@@ -89,12 +94,30 @@ def _store(
     documents = ((document.source, document.text) for document in read_documents(corpus, split))
     directory.parent.mkdir(parents=True, exist_ok=True)
     store = write_store(
-        directory, encode_in_batches(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash
+        directory, _encode(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash
     )
     if not store.count:
         return None
     console.note(f"  {split}: {store.count:,} tokens in {store.meta['documents']:,} documents")
     return store
+
+
+def _encode(tokenizer: Any, documents: Iterable[tuple[str, str]]) -> Iterator[Encoded]:
+    """(source, text) pairs as bos text eos, many at a time on all cores; memory stays bounded."""
+    batch: list[tuple[str, str]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += len(item[1])
+        if characters >= BATCH_CHARACTERS:
+            yield from _encode_batch(tokenizer, batch)
+            batch, characters = [], 0
+    yield from _encode_batch(tokenizer, batch)
+
+
+def _encode_batch(tokenizer: Any, batch: list[tuple[str, str]]) -> Iterator[Encoded]:
+    for (source, _), ids in zip(batch, encode_documents(tokenizer, [text for _, text in batch])):
+        yield Encoded(source, ids)
 
 
 def _shape(
@@ -144,8 +167,7 @@ def _prompts(corpus: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
     for document in read_documents(corpus, "held_out"):
         if document.language not in prompts and len(document.text) > 200:
             shown = document.text[: 24 if document.language == "zh" else 60]
-            ids = tokenizer(shown, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            prompts[document.language] = (shown, [tokenizer.bos_token_id, *ids])
+            prompts[document.language] = (shown, encode_prompt(tokenizer, shown))
         if len(prompts) == 2:
             break
     return list(prompts.values())

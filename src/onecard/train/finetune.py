@@ -1,0 +1,194 @@
+"""The verb `finetune`: a model and chats in, a run directory with a model that answers out.
+
+Only the answers are learned: the tokens that the assistant writes, the end of its turn included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onecard import artifact, console
+from onecard.config import FinetuneConfig
+from onecard.data.chats import Chat, read_chats
+from onecard.data.packing import PackedRows
+from onecard.data.records import Rejection
+from onecard.data.sources import source_files
+from onecard.data.tokens import Encoded, TokenStore, write_store
+from onecard.errors import ConfigError, DataError
+from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer, model_directory
+from onecard.tokenizer.template import encode_chat
+from onecard.train.directory import RunDirectory
+from onecard.train.precision import choose
+from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
+
+
+def finetune(config: FinetuneConfig) -> dict[str, Any]:
+    """Fine-tune all weights on chats. Resumes an unfinished run with the same settings and inputs."""
+    base = model_directory(config.model)
+    tokenizer = load_tokenizer(base)
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"The tokenizer in {base} has no chat template.", "Fine-tune a model made with onecard, or one made for chat."
+        )
+    files = [path for source in config.sources for path in source_files(source)]
+    inputs = [artifact.hash_tree(base), *(artifact.hash_file(path) for path in files)]
+    run = RunDirectory.open(
+        config.output,
+        fingerprint=fingerprint(config, inputs),
+        settings=free_settings_removed(config),
+        overwrite=config.overwrite,
+    )
+    if not (run.path / "tokens" / "train" / "meta.json").exists() or run.plan is None:
+        facts = {"rows": _write_stores(config, run, tokenizer)}
+    else:
+        facts = {"rows": run.plan["rows"]}
+    rows = PackedRows(TokenStore(run.path / "tokens" / "train"), config.max_length)
+    held_out_store = TokenStore(run.path / "tokens" / "held_out")
+    precision = choose(config.precision if run.plan is None else run.plan["precision"])
+
+    def build() -> Any:
+        model = load_model(base)
+        check_tokenizer_fits(tokenizer, model, base)
+        return model
+
+    width = int(json.loads((base / "config.json").read_text(encoding="utf-8")).get("hidden_size", 768))
+    return train(
+        Task(
+            verb="finetune",
+            config=config,
+            run=run,
+            precision=precision,
+            tokenizer=tokenizer,
+            build_model=build,
+            rows=rows,
+            held_out=PackedRows(held_out_store, config.max_length) if held_out_store.count else None,
+            weights=[1.0] * len(rows.per_source),
+            defaults=_defaults(width),
+            parents=[base, *files],
+            sample_prompts=_prompts(run, tokenizer),
+            facts=facts,
+        )
+    )
+
+
+def _defaults(width: int) -> Defaults:
+    """Small models of one's own learn chats fast and high; large open ones are moved gently."""
+    return Defaults(
+        learning_rate=min(1e-3, 2e-5 * 2048 / width) if width > 512 else 1e-3,
+        muon_learning_rate=0.005,
+        num_epochs=3.0,
+        optimizer="muon" if width <= 512 else "adamw",
+        update_tokens=2048 if width <= 256 else 8192,
+    )
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Tally:
+    """What became of the rows: read = kept + dropped; truncated are among the kept."""
+
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    learned_tokens: int = 0
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+
+
+def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
+    """Encode every chat, put each into train or held_out by its first question, and say what became of the rows."""
+    tally = _Tally()
+    rejected = run.path / "rejected-00000.jsonl"
+    with artifact.disk_faults(rejected), rejected.open("w", encoding="utf-8") as rejections:
+
+        def reject(rejection: Rejection) -> None:
+            tally.read += 1
+            tally.dropped[rejection.reason] += 1
+            rejections.write(json.dumps(asdict(rejection), ensure_ascii=False) + "\n")
+
+        splits: dict[str, list[Encoded]] = {"train": [], "held_out": []}
+        for chat in read_chats(config.sources, strict=config.strict, reject=reject):
+            encoded = _encode(config, tokenizer, chat, tally, reject)
+            if encoded is not None:
+                splits[_split(config, chat)].append(encoded)
+    if not splits["train"]:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in tally.dropped.most_common())
+        raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; a larger max_length may help.")
+    for name, documents in splits.items():
+        (run.path / "tokens").mkdir(exist_ok=True)
+        write_store(
+            run.path / "tokens" / name,
+            documents,
+            vocabulary=len(tokenizer),
+            tokenizer_hash=artifact.hash_file(_tokenizer_file(config)),
+            learned=True,
+        )
+    found = {
+        "read": tally.read,
+        "kept": tally.kept,
+        "held_out": len(splits["held_out"]),
+        "dropped": dict(tally.dropped),
+        "truncated": tally.truncated,
+        "tokens": tally.tokens,
+        "learned_tokens": tally.learned_tokens,
+    }
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in tally.dropped.most_common())
+    console.note(
+        f"  {tally.read:,} rows: {tally.kept:,} kept ({len(splits['held_out']):,} of them held out), "
+        f"{tally.read - tally.kept:,} dropped{f' ({dropped})' if dropped else ''}, {tally.truncated:,} truncated; "
+        f"{tally.learned_tokens:,} of {tally.tokens:,} tokens are learned"
+    )
+    return found
+
+
+def _tokenizer_file(config: FinetuneConfig) -> Path:
+    return model_directory(config.model) / "tokenizer.json"
+
+
+def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, reject: Any) -> Encoded | None:
+    """The ids of a chat and which are learned; None (counted) if it repeats another or keeps no learned token."""
+    mark = artifact.hash_json(chat.messages)
+    text = json.dumps(chat.messages, ensure_ascii=False)
+    if mark in tally.seen:
+        reject(Rejection("exact_duplicate", chat.file, chat.line, text))
+        return None
+    tally.seen.add(mark)
+    encoded = encode_chat(tokenizer, chat.messages)
+    ids, learned = encoded.ids[: config.max_length], encoded.assistant_mask[: config.max_length]
+    if not any(learned):
+        reject(Rejection("answer_beyond_max_length", chat.file, chat.line, text))
+        return None
+    tally.read += 1
+    tally.kept += 1
+    tally.truncated += len(ids) < len(encoded.ids)
+    tally.tokens += len(ids)
+    tally.learned_tokens += sum(learned)
+    return Encoded(chat.source, ids, learned)
+
+
+def _split(config: FinetuneConfig, chat: Chat) -> str:
+    """By the first question, so that the same question never stands on both sides."""
+    question = next((m["content"] for m in chat.messages if m["role"] == "user"), "")
+    share = int(artifact.hash_json([config.seed, question])[:8], 16) / 16**8
+    return "held_out" if share < config.held_out else "train"
+
+
+def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
+    """The questions of the first trained chat and the middle one: what the samples in the report answer."""
+    store = TokenStore(run.path / "tokens" / "train")
+    assert store.learned is not None
+    prompts = []
+    for index in sorted({0, int(store.meta["documents"]) // 2}):
+        begin, end = int(store.starts[index]), int(store.starts[index + 1])
+        first = next(i for i in range(begin, end) if store.learned[i])
+        ids = store.tokens[begin:first].astype(int).tolist()
+        prompts.append((tokenizer.decode(ids, skip_special_tokens=True).strip(), ids))
+    return prompts
+
