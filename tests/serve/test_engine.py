@@ -33,7 +33,10 @@ GREEDY = SamplingParameters(temperature=0)
 
 
 class ScriptedModel:
-    """Says the given ids one after another, whatever the prompt; `gate` holds every step until it is opened."""
+    """Says the given ids one after another; `gate` holds every step until it is opened.
+
+    It counts from the end of the last prompt: requests at the same time must have prompts of the same length.
+    """
 
     def __init__(self, script: list[int], vocabulary: int, *, rows: int | None = None) -> None:
         self.script, self.vocabulary = script, rows or vocabulary
