@@ -11,7 +11,7 @@ import pytest
 from onecard.config import ChatConfig
 from onecard.serve import chat as chat_module
 from onecard.serve.chat import chat
-from onecard.serve.engine import FinishEvent, TokenEvent
+from onecard.serve.requests import FinishEvent, TokenEvent
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, model: Path, text: str | bytes, **settings: Any) -> list[dict[str, Any]]:

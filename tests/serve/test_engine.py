@@ -14,8 +14,8 @@ import torch
 
 from onecard.errors import ConfigError
 from onecard.model.load import load_model, load_tokenizer
-from onecard.serve.engine import (
-    Engine,
+from onecard.serve.engine import Engine, context_length, sampling_defaults, serving_dtype
+from onecard.serve.requests import (
     EngineClosedError,
     FinishEvent,
     GenerationParameters,
@@ -23,9 +23,6 @@ from onecard.serve.engine import (
     PromptRefusedError,
     QueueFullError,
     TokenEvent,
-    context_length,
-    sampling_defaults,
-    serving_dtype,
 )
 from onecard.serve.sampling import SamplingParameters
 

@@ -22,10 +22,11 @@ import torch
 from onecard.config import ServeConfig
 from onecard.errors import ArtifactError, MachineError
 from onecard.model.load import load_tokenizer
+from onecard.serve.application import Service, make_app
 from onecard.serve.client import ServerError, ask
 from onecard.serve.engine import Engine
 from onecard.serve.protocol import ChatRequest, CompletionRequest
-from onecard.serve.server import RunningServer, Service, make_app, start_server
+from onecard.serve.server import RunningServer, start_server
 from onecard.tokenizer.template import encode_chat
 
 QUESTION = [{"role": "user", "content": "你好, fox?"}]

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from onecard import console
 from onecard.config import ChatConfig
 from onecard.errors import OnecardError
-from onecard.serve.engine import Engine, FinishEvent, GenerationParameters, Handle, open_engine
+from onecard.serve.engine import Engine, open_engine
+from onecard.serve.requests import FinishEvent, GenerationParameters, Handle
 from onecard.serve.sampling import SamplingParameters
 from onecard.tokenizer.template import encode_chat
 

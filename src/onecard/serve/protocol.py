@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onecard.serve.detokenize import TokenBytes
-from onecard.serve.engine import GenerationParameters, TokenEvent
+from onecard.serve.requests import GenerationParameters, TokenEvent
 from onecard.serve.sampling import SamplingParameters
 
 _LARGEST_SEED = 2**63 - 1

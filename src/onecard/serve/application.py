@@ -1,0 +1,342 @@
+"""The HTTP application around an engine: its routes, streamed (SSE) and whole answers, and errors in OpenAI's shape.
+
+GET /health, /v1/models; POST /v1/chat/completions and /v1/completions. No foreign web page may use it: there is no
+CORS, and while only this machine is served, a Host must be a local name. No text is logged. A client that leaves frees
+its slot at once. It does not know tensors, ports or signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from onecard.errors import OnecardError
+from onecard.serve import protocol
+from onecard.serve.engine import Engine
+from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest, Form
+from onecard.serve.requests import (
+    EngineClosedError,
+    Event,
+    FinishEvent,
+    Handle,
+    PromptRefusedError,
+    QueueFullError,
+    TokenEvent,
+)
+from onecard.serve.tools import ToolCalls
+from onecard.tokenizer.template import encode_chat, encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BODY_LIMIT_BYTES = 4 << 20
+# A larger body is read to here and thrown away, so that the client sees the answer and not a broken connection.
+_DISCARD_LIMIT_BYTES = 64 << 20
+_CLIENT_LEFT = 499
+
+
+@dataclass
+class Service:
+    """One served model: what the routes need."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerFast
+    name: str
+    local_only: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    answered: int = 0
+    # Encoding changes the tokenizer's settings for a moment; two threads at once would fail.
+    encoding: threading.Lock = field(default_factory=threading.Lock)
+
+    def check_model(self, name: str) -> None:
+        """ApiError 404 unless `name` is the served model."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"There is no model {name[:100]!r} here; this server has {self.name!r}.",
+                parameter="model",
+                code="model_not_found",
+            )
+
+    def encode_chat(self, request: ChatRequest) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins."""
+        tools = request.offered_tools
+        if tools and "tools" not in str(self.tokenizer.chat_template):
+            raise protocol.unsupported("tools", "this model's chat template does not know them.")
+        messages = [message.plain() for message in request.messages]
+        try:
+            with self.encoding:
+                return encode_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=True).ids
+        except OnecardError as fault:
+            raise ApiError(400, f"messages: {fault.what} {fault.remedy}", parameter="messages") from None
+
+    def encode_completion(self, request: CompletionRequest) -> list[int]:
+        """Token ids of a prompt: as given, or BOS and the text."""
+        prompt = request.only_prompt
+        if isinstance(prompt, list):
+            return prompt
+        with self.encoding:
+            return encode_prompt(self.tokenizer, prompt)
+
+
+# --- the application ----------------------------------------------------------------------------------------------
+
+
+def make_app(service: Service) -> FastAPI:
+    """The routes over one service. FastAPI's interactive pages are left out: they load scripts from the internet."""
+    app = FastAPI(title="onecard", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "active": service.engine.active, "waiting": service.engine.waiting}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model_card(service)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        wanted = protocol.parse(ChatRequest, await _read_body(request))
+        service.check_model(wanted.model)
+        ids = await asyncio.to_thread(service.encode_chat, wanted)
+        return await _answer(service, request, wanted, ids, "messages")
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        wanted = protocol.parse(CompletionRequest, await _read_body(request))
+        service.check_model(wanted.model)
+        ids = await asyncio.to_thread(service.encode_completion, wanted)
+        return await _answer(service, request, wanted, ids, "prompt")
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, fault: ApiError) -> Response:
+        headers = {"Retry-After": "1"} if fault.status in (429, 503) else None
+        return JSONResponse(fault.body(), fault.status, headers=headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, fault: HTTPException) -> Response:
+        body = ApiError(fault.status_code, f"{request.method} {request.url.path}: {fault.detail}.").body()
+        return JSONResponse(body, fault.status_code, headers=fault.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, fault: Exception) -> Response:
+        return JSONResponse(ApiError(500, f"A bug: {type(fault).__name__}.", kind="server_error").body(), 500)
+
+    app.add_middleware(_LocalNames, active=service.local_only)
+    return app
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "onecard",
+        "max_model_len": service.engine.max_length,
+    }
+
+
+class _LocalNames:
+    """Refuses a Host that is not this machine: a web page cannot reach the model by pointing its own name here."""
+
+    def __init__(self, app: Any, *, active: bool) -> None:
+        self._app, self._active = app, active
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._active and scope["type"] == "http":
+            spelled = Request(scope).headers.get("host", "localhost")  # HTTP/1.0 may leave it out
+            host = spelled if spelled.endswith("]") else spelled.rsplit(":", 1)[0]
+            if not (host.endswith(".localhost") or is_loopback(host)):
+                fault = ApiError(403, f"The Host {host!r} is not this machine.", code="foreign_host")
+                await JSONResponse(fault.body(), fault.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _read_body(request: Request) -> bytes:
+    """The whole body; ApiError 413 beyond the limit."""
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= BODY_LIMIT_BYTES:
+            body += chunk
+        elif size > _DISCARD_LIMIT_BYTES:
+            break
+    if size > BODY_LIMIT_BYTES:
+        raise ApiError(413, f"The body is larger than {BODY_LIMIT_BYTES >> 20} MiB.", code="body_too_large")
+    return bytes(body)
+
+
+# --- one answer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stream:
+    """A submitted request with its events on this event loop."""
+
+    handle: Handle
+    events: asyncio.Queue[Event]
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            event = await self.events.get()
+            yield event
+            if isinstance(event, FinishEvent):
+                return
+
+
+async def _answer(
+    service: Service, request: Request, wanted: ChatRequest | CompletionRequest, ids: list[int], prompt_name: str
+) -> Response:
+    engine = service.engine
+    generation = wanted.generation(engine.sampling_defaults, engine.vocabulary)
+    is_chat = isinstance(wanted, ChatRequest)
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def listen(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    try:
+        handle = engine.submit(ids, replace(generation, continues_text=not is_chat), listen)
+    except PromptRefusedError as fault:
+        name = prompt_name if fault.parameter == "prompt" else wanted.answer_limit()[1]
+        code = "context_length_exceeded" if fault.too_long else None
+        raise ApiError(400, f"{name}: {fault.what} {fault.remedy}", parameter=name, code=code) from None
+    except QueueFullError as fault:
+        raise ApiError(429, f"{fault.what} {fault.remedy}", kind="rate_limit_error", code="queue_full") from None
+    except EngineClosedError as fault:
+        raise ApiError(503, f"{fault.what} {fault.remedy}", kind="server_error") from None
+    service.answered += 1
+    form = Form(service.name, engine.token_bytes, is_chat)
+    tools = ToolCalls() if isinstance(wanted, ChatRequest) and wanted.offered_tools else None
+    stream = _Stream(handle, events)
+    if wanted.stream:
+        options = wanted.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        return _EventStream(handle, _server_sent_events(stream, form, tools, with_usage))
+    return await _whole(request, stream, form, tools)
+
+
+class _EventStream(StreamingResponse):
+    """A stream of server-sent events; however it ends, the slot is given back."""
+
+    def __init__(self, handle: Handle, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._handle.cancel()
+
+
+async def _server_sent_events(
+    stream: _Stream, form: Form, tools: ToolCalls | None, with_usage: bool
+) -> AsyncIterator[str]:
+    def line(value: dict[str, Any]) -> str:
+        if with_usage:
+            value.setdefault("usage", None)
+        return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
+
+    if form.chat:
+        yield line(form.chunk({"role": "assistant", "content": ""}))
+    async for event in stream:
+        text, calls = tools.feed(event.text) if tools else (event.text, [])
+        scored = [event] if isinstance(event, TokenEvent) and event.logprobs is not None else []
+        if isinstance(event, FinishEvent) and tools:
+            text += tools.finish()
+        if text or scored:
+            yield line(form.chunk(text=text, tokens=scored))
+        if calls:
+            yield line(form.chunk({"tool_calls": calls}))
+        if isinstance(event, FinishEvent):
+            if event.reason in ("abort", "error"):
+                yield line(_failure(event).body())
+            else:
+                yield line(form.chunk(reason=_finish_reason(event, tools)))
+                if with_usage:
+                    counts = protocol.usage(stream.handle.prompt_tokens, event.completion_tokens)
+                    yield line(form.usage_chunk(counts))
+    yield "data: [DONE]\n\n"
+
+
+async def _whole(request: Request, stream: _Stream, form: Form, tools: ToolCalls | None) -> Response:
+    collecting = asyncio.ensure_future(_collect(stream))
+    leaving = asyncio.ensure_future(_until_client_leaves(request))
+    try:
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=_CLIENT_LEFT)
+        events = collecting.result()
+    finally:
+        stream.handle.cancel()
+        collecting.cancel()
+        leaving.cancel()
+    last = events[-1]
+    assert isinstance(last, FinishEvent)
+    if last.reason in ("abort", "error"):
+        raise _failure(last)
+    text = "".join(event.text for event in events)
+    if tools:
+        text = tools.feed(text)[0] + tools.finish()
+    return JSONResponse(
+        form.whole(
+            text,
+            [event for event in events if isinstance(event, TokenEvent)],
+            _finish_reason(last, tools),
+            protocol.usage(stream.handle.prompt_tokens, last.completion_tokens),
+            [{key: value for key, value in call.items() if key != "index"} for call in tools.found] if tools else [],
+        )
+    )
+
+
+async def _collect(stream: _Stream) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def _until_client_leaves(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _finish_reason(event: FinishEvent, tools: ToolCalls | None) -> str:
+    """A finished call is `tool_calls`; an answer that was cut off is `length`, whatever was in it."""
+    return "tool_calls" if tools and tools.found and event.reason == "stop" else event.reason
+
+
+def _failure(event: FinishEvent) -> ApiError:
+    if event.reason == "abort":
+        return ApiError(503, "The server is shutting down.", kind="server_error", code="shutting_down")
+    return ApiError(500, event.error, kind="server_error", code="model_failed")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
