@@ -7,11 +7,12 @@ without it is unfinished. Work is written to a sibling temporary directory, flus
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import onecard
-from onecard.errors import ArtifactError
+from onecard.errors import ArtifactError, of_the_system
 
 MANIFEST = "onecard.json"
 FORMAT = 1
@@ -69,9 +70,8 @@ def hash_file(path: Path) -> str:
 
 def hash_json(value: Any) -> str:
     """Hash of a JSON-able value, independent of the order of keys."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     # Under a C locale the bytes of a path that ASCII cannot hold are escaped: they become themselves again.
-    return hash_bytes(text.encode("utf-8", "surrogateescape"))
+    return hash_bytes(_encoded(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)))
 
 
 def hash_tree(path: Path) -> str:
@@ -110,20 +110,27 @@ def versions() -> dict[str, str]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a small UTF-8 file so that a reader sees the old or the new content, never a part, even after power loss."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    """Write a small UTF-8 file so that a reader sees the old or the new content, never a part, even if power fails."""
+    _clear_remains(path)
+    temporary = _sibling(path, "part")
     try:
-        with (
-            disk_faults(path),
-            temporary.open("w", encoding="utf-8", errors="surrogateescape") as file,
-        ):
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        flush_directory(path.parent)
+        with disk_faults(path):
+            # A surrogate stands for a byte of a path that is no text; one that a JSON file brought has no byte at all.
+            with temporary.open("wb") as file:
+                file.write(_encoded(text))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            flush_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace")
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
@@ -157,14 +164,10 @@ def disk_faults(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ArtifactError(
-                f"The disk is full while writing {path}.",
-                "Free some space (or choose another --output) and run the same command again; finished work is kept.",
-            ) from fault
-        if fault.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise ArtifactError(f"{path} cannot be written ({fault.strerror}).", "Choose another --output.") from fault
-        raise
+        mendable = of_the_system(fault, path)
+        if mendable is None:
+            raise
+        raise mendable from fault
 
 
 @contextmanager
@@ -172,27 +175,78 @@ def new_directory(output: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary directory beside `output`; on success flush it and rename it to `output`.
 
     On any error the temporary directory is removed and `output` is as it was. An existing `output` is refused unless
-    it is empty or `replace` is true; what stood there is moved aside first and removed only after the rename.
+    it is empty or `replace` is true; what stood there is moved aside first and removed only after the rename. A link is
+    followed. What processes that were killed left beside `output` is cleared away (or put back, if it is all there is).
     """
-    output = output.absolute()
+    output = output.resolve()
+    _clear_remains(output)
     if output.exists() and not replace and (not output.is_dir() or any(output.iterdir())):
         raise ArtifactError(f"{output} already exists.", "Choose another --output, or pass --overwrite to replace it.")
-    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.part")
+    temporary = _sibling(output, "part")
     with disk_faults(output):
-        temporary.mkdir(parents=True)
         try:
+            temporary.mkdir(parents=True)
             yield temporary
             flush_tree(temporary)
-            aside = None
-            if output.exists():
-                aside = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.old")
-                output.replace(aside)
-            temporary.replace(output)
-            flush_directory(output.parent)
-            if aside is not None:
-                shutil.rmtree(aside)
+            _put_in_place(temporary, output)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(temporary: Path, output: Path) -> None:
+    """Rename `temporary` to `output`; what stood there stays if that fails."""
+    aside = None
+    if output.exists():
+        aside = _sibling(output, "old")
+        output.replace(aside)
+    try:
+        temporary.replace(output)
+    except BaseException:
+        if aside is not None:
+            aside.replace(output)
+        raise
+    flush_directory(output.parent)
+    if aside is not None:
+        _remove(aside)
+
+
+def _sibling(path: Path, ending: str) -> Path:
+    """A hidden name beside `path` with the process that uses it: .NAME.MACHINE-PROCESS-RANDOM.ENDING"""
+    return path.with_name(f".{path.name}.{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.{ending}")
+
+
+def _machine() -> str:
+    return hash_bytes(platform.node().encode("utf-8", "surrogateescape"))[:6]
+
+
+def _clear_remains(output: Path) -> None:
+    """Remove what dead processes of this machine left beside `output`; put an old state back if nothing replaced it."""
+    if not output.parent.is_dir():
+        return
+    pattern = re.compile(re.escape(f".{output.name}.{_machine()}-") + r"(\d+)-[0-9a-f]{8}\.(part|old)")
+    for path in sorted(output.parent.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None or _is_alive(int(match[1])):
+            continue
+        # A folder that we may read but not write keeps them; the write itself says so, if there is one.
+        with contextlib.suppress(OSError):
+            if match[2] == "old" and not output.exists():
+                path.replace(output)
+            else:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    import psutil
+
+    return process == os.getpid() or bool(psutil.pid_exists(process))
 
 
 def write_manifest(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import onecard
 from onecard import console
-from onecard.errors import ConfigError, OnecardError
+from onecard.errors import ConfigError, OnecardError, of_the_system
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class VerbEntry:
 
 
 VERBS: dict[str, VerbEntry] = {
-    "new": VerbEntry("onecard.pipeline:new", "NewConfig", "", "lay out a project of your own"),
+    "new": VerbEntry("onecard.project:new", "NewConfig", "", "lay out a project of your own"),
     "run": VerbEntry("onecard.pipeline:run", "RunConfig", "", "walk a recipe from text to a served model"),
     "clean": VerbEntry("onecard.data.clean:clean", "CleanConfig", "clean", "text in any encoding becomes a corpus"),
     "tokenizer train": VerbEntry(
@@ -84,38 +84,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    debug = "--debug" in words
     console.configure(json_output="--json" in words, quiet="--quiet" in words)
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
-            sys.stdout.write(_overview() + "\n")
-            return 0
-        if words[0] in ("-V", "--version"):
-            sys.stdout.write(f"onecard {onecard.__version__}\n")
-            return 0
-        name, rest = _find_verb(words)
-        entry = VERBS[name]
-        config = importlib.import_module("onecard.config")
-        kind = getattr(config, entry.configuration)
-        parsed = vars(config.parser(kind, f"onecard {name}", entry.section).parse_args(config.hyphenate(rest)))
-        settings = config.from_arguments(kind, parsed, entry.section)
-        module, function = entry.function.split(":")
-        answer = getattr(importlib.import_module(module), function)(settings)
-        if "--json" in words:
-            console.document(answer)
-        return 0
+        status = _run(words)
     except OnecardError as fault:
-        if debug:
-            traceback.print_exc()
-        console.failure(fault.what, fault.remedy)
-        return fault.exit_status
+        status = _fail(fault, debug="--debug" in words)
     except KeyboardInterrupt:
         console.failure("Interrupted.", "Run the same command again; finished stages and checkpoints are kept.")
-        return 130
+        status = 130
     except BrokenPipeError:
-        # The reader of a pipe (such as `head`) went away: nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.reader_gone(sys.stdout)
+        status = 0
+    except OSError as fault:
+        mendable = of_the_system(fault)
+        if mendable is None:
+            raise
+        status = _fail(mendable, debug="--debug" in words)
+    console.flush()
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_overview() + "\n")
         return 0
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"onecard {onecard.__version__}\n")
+        return 0
+    name, rest = _find_verb(words)
+    entry = VERBS[name]
+    from onecard import config, flags
+
+    kind = getattr(config, entry.configuration)
+    parsed = vars(flags.parser(kind, f"onecard {name}", entry.section).parse_args(flags.hyphenate(rest)))
+    settings = flags.from_arguments(kind, parsed, entry.section)
+    module, function = entry.function.split(":")
+    answer = getattr(importlib.import_module(module), function)(settings)
+    if "--json" in words:
+        console.document(answer)
+    return 0
+
+
+def _fail(fault: OnecardError, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(fault)
+    console.failure(fault.what, fault.remedy)
+    return fault.exit_status
 
 
 if __name__ == "__main__":

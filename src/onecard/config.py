@@ -7,12 +7,10 @@ Importing this module imports pydantic and nothing heavier.
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -22,25 +20,56 @@ from pydantic.fields import FieldInfo
 from onecard.errors import ConfigError
 
 Auto = Literal["auto"]
+NONE = "none"
 Positive = Annotated[int, Field(gt=0)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def setting(default: Any, text: str, *, positional: bool = False, metavar: str = "", **limits: Any) -> Any:
-    """A field with its explanation; `positional` makes it an argument without a flag."""
-    extra = {"positional": positional, "metavar": metavar}
+def setting(
+    default: Any, text: str, *, positional: bool = False, metavar: str = "", one_by_one: bool = False, **limits: Any
+) -> Any:
+    """A field with its explanation; `positional` makes it an argument that needs no flag.
+
+    A list takes several values after its flag; with `one_by_one` it takes one, and the flag is repeated.
+    """
+    extra: dict[str, Any] = {"positional": positional, "metavar": metavar, "one_by_one": one_by_one}
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 class Settings(BaseModel):
     """Base of all configurations."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_by_name(cls, value: Any) -> Any:
+        """TOML and flags have no null: "none" means it where a setting may be left open."""
+        if not isinstance(value, dict):
+            return value
+        fields = cls.model_fields
+        return {
+            key: None if item == NONE and key in fields and type(None) in alternatives(fields[key].annotation) else item
+            for key, item in value.items()
+        }
 
     def plain(self) -> dict[str, Any]:
         """The settings as JSON-able values, for provenance and fingerprints."""
         return self.model_dump(mode="json")
+
+    def without_places(self) -> dict[str, Any]:
+        """`plain` less the paths: what decides a result beside the content of the inputs, wherever those lie."""
+        made = self.plain()
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if Path in alternatives(info.annotation) and value is not None:
+                made.pop(name)
+            elif info.annotation == list[Source]:
+                made[name] = [{**source.plain(), "path": "", "name": source.label} for source in value]
+        return made
 
 
 class Source(Settings):
@@ -91,7 +120,7 @@ class CleanConfig(Verb):
     )
     maximum_symbol_ratio: Fraction = setting(
         0.5,
-        "reject a document when more than this share of its characters is neither letter, digit nor ordinary punctuation",
+        "reject a document when more than this share of its characters is neither letter, digit nor common punctuation",
     )
     near_duplicates: bool = setting(
         True, "remove near-duplicate documents (MinHash, verified by their true similarity)"
@@ -126,7 +155,7 @@ class TrainingConfig(Verb):
     num_epochs: PositiveNumber | Auto = setting("auto", "passes over the rows")
     time_limit_minutes: PositiveNumber | None = setting(
         None,
-        "the plan fixes before the run as many updates as fit in this time on this machine (never more than num_epochs)",
+        "the plan fixes before the run as many updates as fit in this time on this machine (at most num_epochs)",
     )
     max_length: int = setting(512, "tokens in a training row", ge=8)
     batch_size: Positive | Auto = setting("auto", "rows in a micro-batch")
@@ -237,7 +266,10 @@ class RunConfig(Settings):
     recipe: Path = setting(..., "a recipe file (TOML)", positional=True, metavar="RECIPE")
     output: Path | None = setting(None, "where all stages write (default: what the recipe says)")
     set: list[str] = setting(
-        [], "change one setting of the recipe, such as pretrain.max_steps=200", metavar="STAGE.KEY=VALUE"
+        [],
+        "change one setting of the recipe, such as pretrain.max_steps=200",
+        metavar="STAGE.KEY=VALUE",
+        one_by_one=True,
     )
 
 
@@ -259,28 +291,56 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def build(kind: type[AnySettings], values: Mapping[str, Any], *, where: str = "") -> AnySettings:
-    """Validate `values` into a configuration; ConfigError in one line that names the setting and, if unknown, the nearest."""
+    """Validate `values` into a configuration.
+
+    ConfigError names the first wrong setting, what it was given and what it is; for an unknown one, the nearest known.
+    """
     try:
         return kind.model_validate(dict(values))
     except ValidationError as fault:
-        first = fault.errors()[0]
-        location = [str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-"))]
-        prefix = f"{where}: " if where else ""
-        if first["type"] == "extra_forbidden":
-            owner = Source if len(location) > 1 and location[0] in ("sources", "questions") else kind
-            hint = nearest(location[-1], owner.model_fields)
-            raise ConfigError(f"{prefix}unknown setting {'.'.join(location)}.", hint.strip() or "Remove it.") from None
-        if first["type"] == "missing":
-            raise ConfigError(f"{prefix}the setting {'.'.join(location)} is missing.", "Give it.") from None
-        name = location[0] if location else "settings"
-        message = first["msg"].removeprefix("Value error, ")
-        expected = _expectation(kind.model_fields[name]) if name in kind.model_fields else ""
-        given = f" (given: {first['input']!r})" if not isinstance(first["input"], dict) else ""
-        raise ConfigError(f"{prefix}{name}: {message[0].lower()}{message[1:]}{given}.", expected) from None
+        raise _as_config_error(kind, fault, f"{where}: " if where else "") from None
+
+
+def _as_config_error(kind: type[Settings], fault: ValidationError, prefix: str) -> ConfigError:
+    first = fault.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "settings"
+    info = kind.model_fields.get(name)
+    owner = Source if len(first["loc"]) > 1 and info is not None and info.annotation == list[Source] else kind
+    inner = [part for part in first["loc"][1:] if owner is Source and (isinstance(part, int) or part in _known(owner))]
+    place = name + "".join(f"[{part + 1}]" if isinstance(part, int) else f".{part}" for part in inner)
+    if first["type"] == "extra_forbidden":
+        unknown = str(first["loc"][-1])
+        named = unknown if owner is kind else f"{unknown} in {place}"
+        known = sorted(_known(owner))
+        return ConfigError(
+            f"{prefix}unknown setting {named}.", nearest(unknown, known).strip() or f"Known: {', '.join(known)}."
+        )
+    if first["type"] == "missing":
+        missing = str(first["loc"][-1])
+        text = _expectation(owner.model_fields[missing]) if missing in _known(owner) else ""
+        named = missing if owner is kind else f"{missing} in {place}"
+        return ConfigError(f"{prefix}the setting {named} is missing.", f"Give it. {text}".strip())
+    message = first["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(first["input"], dict) else f" (given: {_shortened(first['input'])})"
+    last = str(inner[-1]) if inner and not isinstance(inner[-1], int) else ""
+    described = owner.model_fields[last] if last else info
+    return ConfigError(
+        f"{prefix}{place}: {message[:1].lower()}{message[1:]}{given}.",
+        "See --help." if described is None else _expectation(described),
+    )
+
+
+def _known(kind: type[Settings]) -> set[str]:
+    return set(kind.model_fields)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _expectation(info: FieldInfo) -> str:
-    choices = _choices(info.annotation)
+    choices = choices_of(info.annotation)
     text = f"It is: {info.description}."
     return text + (f" One of: {', '.join(choices)}." if choices else "")
 
@@ -302,114 +362,38 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def relative_to(base: Path, kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths of a recipe are meant from the folder that the recipe lies in; `package:` paths are left alone."""
+    """Paths of a recipe are meant from the folder that it lies in; `package:` paths and "none" are left alone."""
 
     def placed(path: Any) -> Any:
-        if not isinstance(path, str) or path.startswith("package:"):
+        if not isinstance(path, str) or path.startswith("package:") or path in ("", NONE):
             return path
         return str(base / Path(path).expanduser())
+
+    def placed_source(item: Any) -> Any:
+        return {**item, "path": placed(item["path"])} if isinstance(item, dict) and "path" in item else placed(item)
 
     made = dict(values)
     for name, info in kind.model_fields.items():
         if name not in made:
             continue
-        if info.annotation == list[Source] and isinstance(made[name], list):
-            made[name] = [
-                {**item, "path": placed(item.get("path"))} if isinstance(item, dict) and "path" in item else placed(item)
-                for item in made[name]
-            ]
-        elif Path in _alternatives(info.annotation):
+        if info.annotation == list[Source]:
+            # One path is meant as a list of one: sources = "texts".
+            items = made[name] if isinstance(made[name], list) else [made[name]]
+            made[name] = [placed_source(item) for item in items]
+        elif Path in alternatives(info.annotation):
             made[name] = placed(made[name])
     return made
 
 
-# --- flags --------------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting, and names the nearest flag."""
-
-    def error(self, message: str) -> Any:
-        known = [option for action in self._actions for option in action.option_strings]
-        unknown = next((word for word in message.split() if word.startswith("--")), "")
-        hint = difflib.get_close_matches(unknown.split("=")[0], known, n=1, cutoff=0.5)
-        remedy = f"Did you mean {hint[0]}?" if hint and "unrecognized" in message else f"See {self.prog} --help."
-        raise ConfigError(f"{self.prog}: {message}.", remedy)
-
-
-def _alternatives(annotation: Any) -> list[Any]:
+def alternatives(annotation: Any) -> list[Any]:
     """The members of a union (or the type itself), Annotated unwrapped."""
     if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [inner for part in get_args(annotation) for inner in _alternatives(part)]
+        return [inner for part in get_args(annotation) for inner in alternatives(part)]
     return [annotation]
 
 
-def _choices(annotation: Any) -> list[str]:
-    members = _alternatives(annotation)
+def choices_of(annotation: Any) -> list[str]:
+    members = alternatives(annotation)
     return [str(v) for m in members for v in get_args(m)] if all(get_origin(m) is Literal for m in members) else []
-
-
-def _metavar(name: str, info: FieldInfo) -> str:
-    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    if extra.get("metavar"):
-        return str(extra["metavar"])
-    choices = _choices(info.annotation)
-    return "{" + ",".join(choices) + "}" if choices else name.split("_")[-1].upper()
-
-
-def parser(kind: type[Settings], program: str, section: str = "") -> argparse.ArgumentParser:
-    """Build the command line of a verb from its configuration; values stay strings for pydantic to convert."""
-    made = _Parser(
-        prog=program,
-        description=(kind.__doc__ or "").strip(),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=112),
-    )
-    for name, info in kind.model_fields.items():
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        if get_origin(info.annotation) is dict:
-            continue  # a table has no form as a flag: it is set in a recipe
-        is_list = get_origin(_alternatives(info.annotation)[0]) is list
-        required = info.is_required()
-        shown = "" if required or info.default in (None, [], "") else f" [{info.default}]"
-        text = f"{info.description}{shown}".replace("%", "%%")
-        if extra.get("positional"):
-            made.add_argument(name, nargs="*" if is_list else "?", metavar=_metavar(name, info), help=text)
-        elif bool in _alternatives(info.annotation):
-            made.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            made.add_argument(
-                _flag(name), dest=name, nargs="+" if is_list else None, metavar=_metavar(name, info), help=text
-            )
-    if section:
-        made.add_argument(
-            "--recipe", dest="_recipe", metavar="FILE", help=f"take settings from [{section}] of a recipe; flags win"
-        )
-    made.add_argument("--json", dest="_json", action="store_true", help="print one JSON document on stdout")
-    made.add_argument("--quiet", dest="_quiet", action="store_true", help="no progress and notes on stderr")
-    made.add_argument("--debug", dest="_debug", action="store_true", help="show the traceback of an error")
-    return made
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def hyphenate(arguments: Sequence[str]) -> list[str]:
-    """Accept a setting's own spelling as a flag: --learning_rate=1e-3 becomes --learning-rate=1e-3."""
-    return [re.sub(r"^--[^=]+", lambda match: match[0].replace("_", "-"), word) for word in arguments]
-
-
-def from_arguments(kind: type[AnySettings], parsed: Mapping[str, Any], section: str) -> AnySettings:
-    """Merge the recipe's section (if `--recipe` was given) with the flags and validate."""
-    values: dict[str, Any] = {}
-    recipe = parsed.get("_recipe")
-    if recipe:
-        table = read_toml(Path(recipe)).get(section, {})
-        values.update(relative_to(Path(recipe).parent, kind, table))
-    # An empty list is what argparse gives for positionals that were not typed.
-    values.update({key: value for key, value in parsed.items() if not key.startswith("_") and value not in ([], None)})
-    return build(kind, values, where=f"[{section}] of {recipe}" if recipe else "")

@@ -2,19 +2,23 @@
 
 Results (what a person asked for) go to stdout; progress, notes and warnings go to stderr, so that a pipe stays clean.
 With `--json` stdout carries one JSON document, printed once at the end by `cli`, and every other result is silenced.
-All output survives a terminal that cannot encode it: unknown characters are replaced, never raised.
+All output survives a terminal that cannot encode it (unknown characters are replaced, never raised) and a reader that
+goes away (`onecard run ... | head` works on to its end, unseen).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -49,10 +53,39 @@ def _rich(name: str) -> RichConsole:
     if console is None or console.file is not stream:  # pytest swaps the streams between tests
         from rich.console import Console
 
+        class Survivor(Console):
+            def on_broken_pipe(self) -> None:
+                reader_gone(self.file)
+
         width = None if stream.isatty() else 120
-        console = Console(file=stream, soft_wrap=True, highlight=False, width=width)
+        console = Survivor(file=stream, soft_wrap=True, highlight=False, width=width)
         _state.rich[name] = console
     return console
+
+
+def reader_gone(stream: IO[str]) -> None:
+    """What is still written to `stream` goes nowhere: its reader left, and the work matters more."""
+    with suppress(OSError, ValueError):  # a stream without a file of the system (as in tests) needs nothing
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def flush() -> None:
+    """Write out what waits, so that nothing is left to fail when Python ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            reader_gone(stream)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        reader_gone(sys.stdout)
 
 
 def result(text: str = "") -> None:
@@ -64,8 +97,7 @@ def result(text: str = "") -> None:
 def result_fragment(text: str) -> None:
     """Print part of a line of the result at once, as a model writes it."""
     if not _state.json:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _write(text)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -82,13 +114,22 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
         drawn.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(format_number(cell) if isinstance(cell, int | float) else str(cell)) for cell in row))
-    _rich("stdout").print(drawn)
+    _rich("stdout").print(drawn, soft_wrap=False)
 
 
 def document(value: Any) -> None:
-    """Print the one JSON document of `--json`."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2, default=str) + "\n")
-    sys.stdout.flush()
+    """Print the one JSON document of `--json`; numbers that JSON cannot hold (nan, inf) become null."""
+    _write(json.dumps(_finite(value), ensure_ascii=False, indent=2, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def note(text: str) -> None:
@@ -129,9 +170,18 @@ def format_number(value: float) -> str:
     """12,345 for whole numbers; three or four significant digits otherwise."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int) or value == int(value) and abs(value) >= 1000:
-        return f"{int(value):,}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.4g}"
+
+
+def short_path(path: Path) -> str:
+    """A path as the user would type it here: from the working directory if it lies below it."""
+    with suppress(ValueError):
+        return str(path.absolute().relative_to(Path.cwd()))
+    return str(path)
 
 
 def format_bytes(count: float) -> str:
@@ -145,8 +195,8 @@ def format_bytes(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """'8.3 s', '4 min 05 s', '2 h 10 min', '3 d 4 h'."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
@@ -183,9 +233,8 @@ class Progress:
         now = time.monotonic()
         if not _state.quiet and now - self._printed >= self._line_seconds:
             self._printed = now
-            note(
-                f"  {self.description}: {format_number(self.done)}/{format_number(self.total)} {self.unit}  {self._text()}"
-            )
+            done = f"{format_number(self.done)}/{format_number(self.total)} {self.unit}".rstrip()
+            note(f"  {self.description}: {done}  {self._text()}")
 
     def seconds_left(self) -> float | None:
         """Seconds until the total at the mean rate so far; None before anything is measured."""
@@ -195,8 +244,10 @@ class Progress:
     def _text(self) -> str:
         left = self.seconds_left()
         parts = [self._status] if self._status else []
-        if left is not None:
-            parts.append(f"{format_duration(max(left, 0))} left")
+        if left is not None and left > 0:
+            parts.append(f"{format_duration(left)} left")
+        elif left is not None:
+            parts.append(f"in {format_duration(time.monotonic() - self._started)}")
         return "  ".join(parts)
 
 
@@ -213,13 +264,15 @@ def progress(
     from rich.progress import Progress as RichProgress
 
     live = RichProgress(
-        TextColumn("  {task.description}"),
+        TextColumn("  {task.description}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit, markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
         console=_rich("stderr"),
-        transient=False,
+        # Results that go to a file stay results; on the same terminal they are drawn above the bar.
+        redirect_stdout=sys.stdout.isatty(),
     )
     with live:
-        bar._live, bar._task = live, live.add_task(description, total=total, completed=done, status="")
+        bar._live, bar._task = live, live.add_task(description, total=total, status="")
+        live.update(bar._task, completed=done)
         yield bar

@@ -14,6 +14,7 @@ Each carries two sentences: what is wrong, and what to do about it. Only `cli` c
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 
@@ -70,3 +71,24 @@ class MachineError(OnecardError):
 
 class DoesNotFit(MachineError):
     """The plan needs more memory or disk than the machine has."""
+
+
+def of_the_system(fault: OSError, place: Path | str | None = None) -> OnecardError | None:
+    """What the operating system refused, as an error that the user can mend; None if it is none.
+
+    `place` is what was being written, for faults that name no file themselves (such as a full disk).
+    """
+    name = fault.filename if fault.filename is not None else place
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ArtifactError(
+            f"The disk is full while writing {place or name or 'a file'}.",
+            "Free some space (or choose another --output) and run the same command again; finished work is kept.",
+        )
+    if fault.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP):
+        return ArtifactError(
+            f"{name or 'A file'} cannot be used ({fault.strerror}).",
+            "Check it and its permissions; where it is an output, choose another --output.",
+        )
+    if fault.errno == errno.ENOTDIR and place is not None:
+        return ArtifactError(f"{place} cannot be made: a part of its path is a file.", "Choose another --output.")
+    return None

@@ -1,19 +1,20 @@
-"""`run` walks a recipe from raw text to a served model; `new` lays out a project with such a recipe.
+"""`run` walks a recipe from raw text to a served model.
 
-A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [evaluate], [ask]. Stages that
-are not in it are left out. Each stage writes one directory below the recipe's output and takes what the stages before
-it wrote, unless the recipe names something else. A stage is skipped when its settings and the content of its inputs are
-what they were; what an earlier run of it left is moved to previous/, never deleted.
+A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [evaluate], [ask]. Stages
+that are not in it are left out. Each stage writes one directory below the recipe's output and takes what the stages
+before it wrote, unless the recipe names something else. A stage is skipped when its settings and the content of its
+inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, never deleted.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import shutil
+import shlex
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from onecard.config import (
     CleanConfig,
     EvaluateConfig,
     FinetuneConfig,
-    NewConfig,
     PretrainConfig,
     RunConfig,
     Settings,
@@ -39,8 +39,10 @@ from onecard.config import (
 from onecard.errors import ArtifactError, ConfigError
 
 STATE = "pipeline.json"
+# What the walk itself decides: not settings of a recipe's stages.
+SET_BY_RUN = {"output", "overwrite"}
 # What decides nothing about a stage's content.
-_FREE = {"output", "overwrite"}
+_FREE = SET_BY_RUN | {"keep_last", "log_every"}
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,7 @@ class Stage:
 
 STAGES = (
     Stage("clean", "corpus", "onecard.data.clean:clean", CleanConfig, {}),
-    Stage(
-        "tokenizer", "tokenizer", "onecard.tokenizer.train:train", TokenizerTrainConfig, {"corpus": ("clean",)}
-    ),
+    Stage("tokenizer", "tokenizer", "onecard.tokenizer.train:train", TokenizerTrainConfig, {"corpus": ("clean",)}),
     Stage(
         "pretrain",
         "pretrain",
@@ -83,29 +83,58 @@ ASK = "ask"
 
 def run(config: RunConfig) -> dict[str, Any]:
     """Walk the recipe; returns the result of each stage. Stops at the first error; finished stages are kept."""
-    recipe = _with_overrides(read_toml(config.recipe), config.set)
+    recipe = read_toml(config.recipe)
     _check_names(config.recipe, recipe)
+    recipe = _with_overrides(recipe, config.set)
     base = config.recipe.parent
-    output = config.output or base / recipe.get("output", f"runs/{config.recipe.stem}")
+    output = config.output or base / Path(recipe.get("output", f"runs/{config.recipe.stem}")).expanduser()
     walk = _Walk(config.recipe, recipe, base, output)
     started = time.monotonic()
     # Every stage's settings are read before the first stage works: a typing error is found at once.
     planned = [stage for stage in STAGES if stage.name in recipe]
     configurations = {stage.name: walk.configure(stage) for stage in planned}
-    questions = build(AskConfig, recipe[ASK], where=f"[{ASK}] of {config.recipe}") if ASK in recipe else None
+    questions = None
+    if ASK in recipe:
+        questions = build(AskConfig, recipe[ASK], where=f"[{ASK}] of {config.recipe}")
+        walk.model_directory()
     total = len(planned) + (questions is not None)
-    for number, stage in enumerate(planned, 1):
-        walk.stage(stage, configurations[stage.name], f"[{number}/{total}] {stage.name}")
-    if questions is not None:
-        walk.ask(questions, f"[{total}/{total}] {ASK}")
+    with _alone(output):
+        for number, stage in enumerate(planned, 1):
+            walk.stage(stage, configurations[stage.name], f"[{number}/{total}] {stage.name}")
+        if questions is not None:
+            walk.ask(questions, f"[{total}/{total}] {ASK}")
     seconds = time.monotonic() - started
     console.table(
-        f"{config.recipe}: {console.format_duration(seconds)}",
-        ["stage", "", "time", "where"],
-        [[row["stage"], row["state"], console.format_duration(row["seconds"]), row["where"]] for row in walk.rows],
+        f"{config.recipe} -> {console.short_path(output)}: {console.format_duration(seconds)}",
+        ["stage", "", "time", "what"],
+        [[row["stage"], row["state"], console.format_duration(row["seconds"]), row["what"]] for row in walk.rows],
     )
     walk.say_next()
-    return {"output": str(output), "seconds": seconds, "stages": walk.results}
+    states = {row["stage"]: row["state"] for row in walk.rows}
+    return {"output": str(output), "seconds": seconds, "states": states, "stages": walk.results}
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keep a second `onecard run` out of `output`: both would write the same directories."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with artifact.disk_faults(output):
+        output.mkdir(parents=True, exist_ok=True)
+        lock = (output / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArtifactError(
+                f"Another `onecard run` is at work in {output}.", "Wait for it, or choose another --output."
+            ) from None
+        except OSError:
+            console.note("  (this file system has no locks: do not start a second run on the same output)")
+        yield
 
 
 class _Walk:
@@ -124,20 +153,27 @@ class _Walk:
         """The configuration of a stage: the recipe's table, its inputs filled in from the stages before."""
         kind = stage.configuration
         values = relative_to(self.base, kind, self.recipe[stage.name])
+        for name in SET_BY_RUN & values.keys():
+            del values[name]
+            if not self._left_out:
+                console.warn(f"{name} in [{stage.name}] is not honoured: a run decides it (see output at the top).")
         where = f"[{stage.name}] of {self.path}"
         for setting, providers in stage.inputs.items():
             if setting not in values:
                 values[setting] = self._provided(stage, setting, providers)
-        if stage.name == "evaluate" and "questions" not in values and "finetune" in self.recipe:
-            tuned = relative_to(self.base, FinetuneConfig, self.recipe["finetune"])
-            values["questions"] = tuned.get("sources", [])
+        if stage.name == "evaluate":
+            if "questions" not in values and self._makes("finetune"):
+                tuned = relative_to(self.base, FinetuneConfig, self.recipe["finetune"])
+                values["questions"] = tuned.get("sources", [])
+            if str(values["base"]) == str(values["model"]):
+                values["base"] = None
         values["output"] = self.output / stage.directory
         return build(kind, values, where=where)
 
     def _provided(self, stage: Stage, setting: str, providers: tuple[str, ...]) -> Path | None:
         directories = {made.name: self.output / made.directory for made in STAGES}
         for name in providers:
-            if name in self.recipe and name not in self._left_out:
+            if self._makes(name):
                 return directories[name]
         if setting in ("base", "corpus") and stage.name == "evaluate":
             return None
@@ -145,6 +181,9 @@ class _Walk:
             f"[{stage.name}] of {self.path} needs {setting}, and no stage before it makes one.",
             f"Add [{providers[0]}] to the recipe, or set {setting} to a directory.",
         )
+
+    def _makes(self, name: str) -> bool:
+        return name in self.recipe and name not in self._left_out
 
     # --- stages ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +194,8 @@ class _Walk:
         directory = self.output / stage.directory
         if stage.name == "finetune" and _only_empty_folders(config.sources):
             console.heading(title)
-            console.warn("No file with chats was found: finetune is left out, and the model will continue text only.")
+            folders = ", ".join(source.path for source in config.sources)
+            console.warn(f"No chats in {folders}: finetune is left out, and the model will only continue text.")
             self._left_out.add(stage.name)
             self._row(stage.name, "left out", 0, "")
             return
@@ -163,35 +203,35 @@ class _Walk:
         entry = self._state.get(stage.name, {})
         if entry.get("key") == key and self._whole(directory, entry):
             console.heading(f"{title}: unchanged, skipped")
-            manifest = artifact.read_manifest(directory)
-            self.results[stage.name] = manifest.result
-            self._row(stage.name, "skipped", 0, str(directory))
+            self._done(stage, "skipped", key, 0)
             return
         console.heading(title)
         if entry.get("key") != key:
-            self._move_aside(directory)
+            self._move_aside(directory, "settings or inputs changed")
         elif (directory / artifact.MANIFEST).exists():
-            # Finished, but damaged or changed by hand since.
-            console.warn(f"{directory} is not as it was written; it is made again.")
-            self._move_aside(directory)
+            self._move_aside(directory, "it is damaged, or was changed by hand")
         self._remember(stage.name, {"key": key})
         started = time.monotonic()
         module, function = stage.function.split(":")
         verb: Callable[[Any], dict[str, Any]] = getattr(importlib.import_module(module), function)
-        self.results[stage.name] = verb(config)
-        manifest = artifact.read_manifest(directory)
+        verb(config)
+        self._done(stage, "done", key, time.monotonic() - started)
+
+    def _done(self, stage: Stage, state: str, key: str, seconds: float) -> None:
+        manifest = artifact.read_manifest(self.output / stage.directory)
+        self.results[stage.name] = manifest.result
         self._remember(stage.name, {"key": key, "content_hash": manifest.content_hash})
-        self._row(stage.name, "done", time.monotonic() - started, str(directory))
+        self._row(stage.name, state, seconds, f"{stage.directory}/")
 
     def _key(self, stage: Stage, config: Any) -> str:
-        settings = {name: value for name, value in config.plain().items() if name not in _FREE}
-        hashes = []
+        """Hash of all that decides what a stage makes: settings, and the content of inputs (not where they lie)."""
+        settings = {name: value for name, value in config.without_places().items() if name not in _FREE}
+        hashes: list[Any] = []
         for name in stage.configuration.model_fields:
             value = getattr(config, name)
             if isinstance(value, list) and value and isinstance(value[0], Source):
-                hashes += [_source_hashes(source) for source in value]
+                hashes.append([name, [_file_hashes(source) for source in value]])
             elif name in stage.inputs and isinstance(value, Path):
-                settings.pop(name)
                 hashes.append([name, _input_hash(value)])
         return artifact.hash_json([onecard.__version__, artifact.FORMAT, stage.name, settings, hashes])
 
@@ -201,32 +241,33 @@ class _Walk:
         A stage that finished just before a kill has its manifest but no entry here yet: it is taken over.
         """
         try:
-            manifest = artifact.verify(directory / "model" if (directory / "model").is_dir() else directory)
-            whole = artifact.read_manifest(directory)
+            manifest = artifact.verify(directory)
         except ArtifactError:
             return False
-        recorded = entry.get("content_hash")
-        return bool(manifest) and recorded in (None, whole.content_hash)
+        return entry.get("content_hash") in (None, manifest.content_hash)
 
-    def _move_aside(self, directory: Path) -> None:
+    def _move_aside(self, directory: Path, reason: str) -> None:
         if not directory.exists():
             return
         previous = self.output / "previous"
-        previous.mkdir(parents=True, exist_ok=True)
+        with artifact.disk_faults(previous):
+            previous.mkdir(parents=True, exist_ok=True)
         number = 1
         while (previous / f"{directory.name}-{number}").exists():
             number += 1
         target = previous / f"{directory.name}-{number}"
         directory.replace(target)
-        console.note(f"  settings or inputs changed: what was there is kept in {target}")
+        console.note(f"  {reason}: what was there is kept in {console.short_path(target)}")
 
     # --- questions ------------------------------------------------------------------------------------------------
 
     def ask(self, config: AskConfig, title: str) -> None:
         """Serve the model, ask each question over HTTP, show the answers, stop."""
         directory = self.model_directory()
-        key = artifact.hash_json([config.plain(), artifact.content_hash(directory / "model")])
+        key = artifact.hash_json([config.plain(), _input_hash(directory)])
         entry = self._state.get(ASK, {})
+        if not config.questions:
+            console.warn("[ask] has no questions: nothing is asked.")
         skipped = entry.get("key") == key and "answers" in entry
         console.heading(f"{title}: unchanged, skipped" if skipped else title)
         started = time.monotonic()
@@ -245,7 +286,7 @@ class _Walk:
 
         server = start_server(ServeConfig(model=directory, port=0))
         try:
-            console.note(f"  serving {directory} at {server.url}")
+            console.note(f"  serving {console.short_path(directory)} at {server.url}")
             answers = []
             for question in config.questions:
                 answer = ask(server.url, server.model_name, question, config.max_new_tokens)
@@ -255,16 +296,20 @@ class _Walk:
             server.stop()
 
     def model_directory(self) -> Path:
-        """The last model that the recipe makes."""
+        """The last model that the recipe makes; where fine-tuning is left out, the one it would have begun with."""
+        directories = {made.name: self.output / made.directory for made in STAGES}
         for name in ("finetune", "pretrain"):
-            if name in self.recipe and name not in self._left_out:
-                return self.output / name
+            if self._makes(name):
+                return directories[name]
+        given = relative_to(self.base, FinetuneConfig, self.recipe.get("finetune", {})).get("model")
+        if given is not None:
+            return Path(given)
         raise ConfigError(f"{self.path} makes no model to ask.", "Add [pretrain] or [finetune], or remove [ask].")
 
     def say_next(self) -> None:
         """The two commands to go on with."""
         if "finetune" in self.recipe or "pretrain" in self.recipe:
-            directory = self.model_directory()
+            directory = shlex.quote(console.short_path(self.model_directory()))
             console.result(f"Talk to it:  onecard chat {directory}")
             console.result(f"Serve it:    onecard serve {directory}")
 
@@ -273,11 +318,15 @@ class _Walk:
     def _read_state(self) -> dict[str, Any]:
         path = self.output / STATE
         try:
-            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            state = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (ValueError, OSError) as fault:
-            raise ArtifactError(f"{path} is damaged ({fault}).", "Delete it; unchanged stages are made again.") from fault
+        except NotADirectoryError:
+            raise ArtifactError(f"{self.output} is a file.", "Choose another --output.") from None
+        except ValueError:
+            state = None
+        if not (isinstance(state, dict) and all(isinstance(entry, dict) for entry in state.values())):
+            raise ArtifactError(f"{path} is damaged.", "Delete it; all stages are then made again.")
         return state
 
     def _remember(self, name: str, entry: dict[str, Any]) -> None:
@@ -286,8 +335,8 @@ class _Walk:
         self._state[name] = entry
         artifact.write_json_atomically(self.output / STATE, self._state)
 
-    def _row(self, stage: str, state: str, seconds: float, where: str) -> None:
-        self.rows.append({"stage": stage, "state": state, "seconds": seconds, "where": where})
+    def _row(self, stage: str, state: str, seconds: float, what: str) -> None:
+        self.rows.append({"stage": stage, "state": state, "seconds": seconds, "what": what})
 
 
 def _input_hash(path: Path) -> str:
@@ -296,10 +345,10 @@ def _input_hash(path: Path) -> str:
     return artifact.content_hash(model) if model.exists() else "missing"
 
 
-def _source_hashes(source: Source) -> list[Any]:
+def _file_hashes(source: Source) -> list[list[str]]:
     from onecard.data.sources import source_files
 
-    return [source.plain(), [[path.name, artifact.hash_file(path)] for path in source_files(source)]]
+    return [[path.name, artifact.hash_file(path)] for path in source_files(source)]
 
 
 def _only_empty_folders(sources: list[Source]) -> bool:
@@ -317,7 +366,10 @@ def _check_names(path: Path, recipe: dict[str, Any]) -> None:
         if name not in known:
             hint = nearest(name, known).strip() or f"Stages: {', '.join(known)}."
             raise ConfigError(f"{path}: there is no stage {name}.", hint)
-        if name != "output" and not isinstance(value, dict):
+        if name == "output":
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{path}: output is not the name of a folder.", 'Such as output = "run".')
+        elif not isinstance(value, dict):
             raise ConfigError(f"{path}: {name} is not a table.", f"Write [{name}] on a line of its own.")
     if not any(stage.name in recipe for stage in STAGES):
         raise ConfigError(f"{path} has no stage.", "Begin with [clean]; `onecard new DIR` writes a whole recipe.")
@@ -330,77 +382,13 @@ def _with_overrides(recipe: dict[str, Any], overrides: list[str]) -> dict[str, A
         stage, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise ConfigError(f"--set {text} is not STAGE.KEY=VALUE.", "Such as --set pretrain.max_steps=200.")
-        if stage not in recipe:
-            raise ConfigError(f"--set {text}: the recipe has no stage {stage}.", nearest(stage, recipe).strip())
+        if not isinstance(recipe.get(stage), dict):
+            stages = [name for name in recipe if name != "output"]
+            hint = nearest(stage, stages).strip() or f"Its stages: {', '.join(stages)}."
+            raise ConfigError(f"--set {text}: the recipe has no stage {stage}.", hint)
         try:
             parsed = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             parsed = value
-        recipe[stage] = {**recipe[stage], key: parsed}
+        recipe = {**recipe, stage: {**recipe[stage], key: parsed}}
     return recipe
-
-
-# --- new ----------------------------------------------------------------------------------------------------------
-
-_NEW_VALUES: dict[str, dict[str, str]] = {
-    "clean": {"sources": '["data/text"]'},
-    "tokenizer": {},
-    "pretrain": {"time_limit_minutes": "30"},
-    "finetune": {"sources": '["data/chats"]', "time_limit_minutes": "10"},
-    "evaluate": {},
-}
-_NEW_README = """# {name}: a onecard project
-
-1. Put your text into `data/text/` (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, also .gz .zst .xz; any encoding).
-2. Put questions with answers into `data/chats/`, if you have some, for example lines of
-   `{{"question": "...", "answer": "..."}}` in a .jsonl file. Without them the model only continues text.
-3. Open `recipe.toml`: every setting is there with its explanation. `time_limit_minutes` says how long to train.
-4. `onecard run recipe.toml` makes everything below `run/`; run it again after any change, and only what the change
-   touches is made again. Ctrl-C saves; the same command goes on.
-5. Look at `run/corpus/report.html`, `run/pretrain/report.html`, `run/evaluation/report.html`.
-6. `onecard chat run/finetune` talks to the model (`run/pretrain` if there were no chats).
-"""
-
-
-def new(config: NewConfig) -> dict[str, Any]:
-    """Make a project folder: recipe.toml, data/text, data/chats, README.md. Refuses a folder that is not empty."""
-    directory = config.directory
-    with artifact.new_directory(directory) as temporary:
-        for folder in ("text", "chats"):
-            (temporary / "data" / folder).mkdir(parents=True)
-        artifact.write_text_atomically(temporary / "recipe.toml", recipe_text())
-        artifact.write_text_atomically(temporary / "README.md", _NEW_README.format(name=directory.resolve().name))
-    console.result(f"Made {directory}. Put text into {directory / 'data' / 'text'}, then:")
-    console.result(f"  onecard run {directory / 'recipe.toml'}")
-    return {"directory": str(directory), "recipe": str(directory / "recipe.toml")}
-
-
-def recipe_text() -> str:
-    """A recipe with every setting of every stage, its default and its explanation, taken from the configurations."""
-    lines = ["# Paths are meant from the folder of this file. A line that begins with # shows a default.", 'output = "run"', ""]
-    for stage in STAGES:
-        chosen = _NEW_VALUES[stage.name]
-        doc = (stage.configuration.__doc__ or "").strip()
-        lines += [f"# {doc}", f"[{stage.name}]"]
-        for name, info in stage.configuration.model_fields.items():
-            if name in _FREE or name in stage.inputs or name == "base":
-                continue
-            default = "" if info.is_required() else _as_toml(info.default)
-            comment = f"  # {info.description}"
-            if name in chosen:
-                lines.append(f"{name} = {chosen[name]}{comment}")
-            else:
-                lines.append(f"# {name} = {default}{comment}")
-        lines.append("")
-    lines += ["# After all stages, the model is served and asked:", "[ask]", 'questions = ["你好", "Who are you?"]', ""]
-    return "\n".join(lines)
-
-
-def _as_toml(value: Any) -> str:
-    if value is None:
-        return '""'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False) if value else ("[]" if isinstance(value, list) else "{}")
-    return json.dumps(str(value), ensure_ascii=False) if isinstance(value, str | Path) else str(value)

@@ -1,13 +1,14 @@
 """One self-contained HTML page for a person: text, tables, figures, samples. No script, no network, everything escaped.
 
-Figures are drawn by matplotlib as SVG inside the page, so that a report can be mailed as one file. Labels in figures
-are English or numbers (matplotlib brings no Chinese font); Chinese text stands in the page, where the browser draws it.
+Figures are drawn by matplotlib as SVG inside the page, so that a report can be mailed as one file. Their labels stay
+text, which the browser draws in whatever script they are; a dollar sign in them is a dollar sign.
 """
 
 from __future__ import annotations
 
 import html
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ h2 { font-size: 1.25rem; margin: 2.5rem 0 .6rem; padding-top: 1rem; border-top: 
 .fact span { color: var(--soft); font-size: .85rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; background: var(--card); font-size: .93rem; }
-th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
+th, td { text-align: left; padding: .45rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: anywhere; }
 th { color: var(--soft); font-weight: 600; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 figure { margin: 1rem 0; background: #fff; border: 1px solid var(--line); border-radius: .6rem; padding: .5rem; }
@@ -112,18 +114,21 @@ class Page:
 
     def figure(self, draw: Callable[[Axes], None], caption: str = "", *, height: float = 3.2) -> None:
         """A picture: `draw` fills one matplotlib Axes, 9 inches wide."""
-        # The object interface, not pyplot: no global state, safe in threads and without a display.
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        # The object interface, not pyplot: safe without a display.
+        import matplotlib
         from matplotlib.figure import Figure
 
-        picture = Figure(figsize=(9, height), layout="constrained")
-        axes = picture.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(visible=True, color="#e6e9ef", linewidth=0.8)
-        axes.set_axisbelow(True)
-        draw(axes)
         buffer = io.StringIO()
-        FigureCanvasSVG(picture).print_svg(buffer)
+        with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
+            # The width of a Chinese label is estimated without its font.
+            warnings.filterwarnings("ignore", message=".*missing from font")
+            picture = Figure(figsize=(9, height), layout="constrained")
+            axes = picture.add_subplot()
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(visible=True, color="#e6e9ef", linewidth=0.8)
+            axes.set_axisbelow(True)
+            draw(axes)
+            picture.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         svg = buffer.getvalue()
         self._parts.append(
             f'<figure role="img" aria-label="{html.escape(caption)}">{svg[svg.index("<svg") :]}</figure>'

@@ -1,0 +1,131 @@
+"""`new` lays out a project: a recipe with every setting explained, folders for text and chats, a page on how to go on.
+
+The recipe is written from the configurations, so that it cannot fall behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from onecard import artifact, console
+from onecard.config import NONE, NewConfig
+from onecard.errors import ArtifactError
+from onecard.pipeline import SET_BY_RUN, STAGES, Stage
+
+_RUN = "run"
+# What a new project sets.
+_VALUES: dict[str, dict[str, str]] = {
+    "clean": {"sources": '["data/text"]'},
+    "pretrain": {"time_limit_minutes": "30"},
+    "finetune": {"sources": '["data/chats"]', "time_limit_minutes": "10"},
+}
+# What a newcomer changes first, by stage; the rest follows after a line that says so.
+_FIRST: dict[str, tuple[str, ...]] = {
+    "clean": ("sources", "held_out", "minimum_characters"),
+    "tokenizer": ("vocabulary_size",),
+    "pretrain": ("time_limit_minutes", "size", "num_epochs", "max_length", "mix"),
+    "finetune": ("sources", "time_limit_minutes", "num_epochs", "max_length"),
+    "evaluate": ("question_count", "max_new_tokens"),
+}
+_HEAD = """\
+# The way from your text to a model that answers, stage by stage:  onecard run recipe.toml
+#
+# A line such as "#held_out = 0.05" shows a setting at its default: remove the # to change it. After a change, the same
+# command makes again what depends on it, and skips the rest. To leave a stage out, remove its whole table.
+# Paths are meant from the folder of this file.
+
+# Where all stages write.
+output = "run"
+"""
+_TAIL = """\
+# After all stages the model is served on this machine and asked.
+[ask]
+questions = ["你好", "Who are you?"]
+"""
+_README = """# {name}: a onecard project
+
+1. Put your text into `data/text/` (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet, also .gz .zst .xz; any encoding).
+2. Put questions with answers into `data/chats/`, if you have some, for example lines of
+   `{{"question": "...", "answer": "..."}}` in a .jsonl file. Without them the model only continues text.
+3. Open `recipe.toml`: every setting is there with its explanation. `time_limit_minutes` says how long to train.
+4. `onecard run recipe.toml` makes everything below `run/`; run it again after any change, and only what the change
+   touches is made again. Ctrl-C saves; the same command goes on.
+5. Look at `run/corpus/report.html`, `run/pretrain/report.html`, `run/evaluation/report.html`.
+6. `onecard chat run/finetune` talks to the model (`run/pretrain` if there were no chats).
+"""
+
+
+def new(config: NewConfig) -> dict[str, Any]:
+    """Make a project folder: recipe.toml, data/text, data/chats, README.md. ArtifactError for one that is not empty."""
+    directory = config.directory
+    if directory.is_dir() and not any(directory.iterdir()):
+        # In place: somebody may be standing in it.
+        with artifact.disk_faults(directory):
+            _fill(directory, directory)
+    elif directory.exists():
+        raise ArtifactError(f"{directory} already exists and is not empty.", "Choose another folder.")
+    else:
+        with artifact.new_directory(directory) as temporary:
+            _fill(temporary, directory)
+    recipe = directory / "recipe.toml"
+    console.result(f"Made {directory}. Put text into {directory / 'data' / 'text'}, then:")
+    console.result(f"  onecard run {shlex.quote(str(recipe))}")
+    return {"directory": str(directory), "recipe": str(recipe)}
+
+
+def _fill(folder: Path, final: Path) -> None:
+    for name in ("text", "chats"):
+        (folder / "data" / name).mkdir(parents=True)
+    artifact.write_text_atomically(folder / "recipe.toml", recipe_text())
+    artifact.write_text_atomically(folder / "README.md", _README.format(name=final.resolve().name))
+
+
+def recipe_text() -> str:
+    """A recipe with every setting of every stage, its default and its explanation, taken from the configurations."""
+    return "\n".join([_HEAD, *(_stage_text(stage) for stage in STAGES), _TAIL])
+
+
+def _stage_text(stage: Stage) -> str:
+    documentation = (stage.configuration.__doc__ or "").strip().splitlines()[0]
+    fields = {name: info for name, info in stage.configuration.model_fields.items() if name not in SET_BY_RUN}
+    first = [name for name in _FIRST.get(stage.name, ()) if name in fields]
+    later = [name for name in fields if name not in first]
+    lines = [f"# {documentation}", f"[{stage.name}]"]
+    for name in first:
+        lines += ["", *_setting_lines(stage, name, fields[name])]
+    if later:
+        lines += ["", "# --- seldom changed ---"]
+    for name in later:
+        lines += _setting_lines(stage, name, fields[name])
+    return "\n".join([*lines, ""])
+
+
+def _setting_lines(stage: Stage, name: str, info: FieldInfo) -> list[str]:
+    """The explanation, wrapped, and the setting: set, or its default behind a #."""
+    text = (info.description or "") + "."
+    default = _as_toml(None if info.is_required() else info.default)
+    if name in stage.inputs:
+        directories = {made.name: made.directory for made in STAGES}
+        default = _as_toml(f"{_RUN}/{directories[stage.inputs[name][0]]}")
+        text += " Left out: what the stage before wrote."
+    elif stage.name == "evaluate" and name == "questions":
+        default = _VALUES["finetune"]["sources"]
+        text += " Left out: the sources of [finetune]."
+    chosen = _VALUES.get(stage.name, {}).get(name)
+    explanation = textwrap.wrap(text[:1].upper() + text[1:], 116, initial_indent="# ", subsequent_indent="# ")
+    return [*explanation, f"#{name} = {default}" if chosen is None else f"{name} = {chosen}"]
+
+
+def _as_toml(value: Any) -> str:
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False)
+    # JSON writes true, false, numbers, [] and {} as TOML does; no default is a filled table.
+    return json.dumps(value, ensure_ascii=False)
