@@ -87,7 +87,7 @@ class StreamRows:
 
 
 class PackedRows:
-    """Chats: whole documents put together by best fit, longest first. Longer ones than `max_length` must be cut before."""
+    """Chats: whole documents put together by best fit, longest first. None may be longer than `max_length`."""
 
     def __init__(self, store: TokenStore, max_length: int) -> None:
         self.store, self.max_length = store, max_length

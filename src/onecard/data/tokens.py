@@ -50,8 +50,9 @@ def write_store(
             for document in documents:
                 ids = np.asarray(document.ids, dtype=np.int64)
                 if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+                    bad = ids.min() if ids.min() < 0 else ids.max()
                     raise DataError(
-                        f"A token id {ids.max()} is outside the vocabulary of {vocabulary}.",
+                        f"A token id {bad} is outside the vocabulary of {vocabulary}.",
                         "Use the tokenizer that belongs to the model.",
                     )
                 token_file.write(ids.astype(dtype).tobytes())
@@ -83,19 +84,19 @@ class TokenStore:
             self.meta: dict[str, Any] = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
             self.starts: NDArray[np.int64] = np.load(directory / "documents.npy")
             self.source_of: NDArray[np.uint16] = np.load(directory / "sources.npy")
-        except (OSError, ValueError) as fault:
+            self.sources: list[str] = self.meta["sources"]
+            self.count = int(self.meta["count"])
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as fault:
             raise ArtifactError(
                 f"The token store {directory} is incomplete ({fault}).", "Delete it; it is made again."
             ) from fault
-        self.sources: list[str] = self.meta["sources"]
-        self.count = int(self.meta["count"])
         self.tokens = self._map("tokens.bin", np.dtype(self.meta["dtype"]))
         masked = (directory / "learned.bin").exists()
         self.learned = self._map("learned.bin", np.dtype(np.uint8)) if masked else None
 
     def _map(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path = self.directory / name
-        if path.stat().st_size != self.count * dtype.itemsize:
+        if not path.is_file() or path.stat().st_size != self.count * dtype.itemsize:
             raise ArtifactError(
                 f"{path} does not have the length that meta.json says.", "Delete the store; it is made again."
             )

@@ -40,6 +40,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         )
     from transformers import AutoTokenizer
 
+    silence_transformers()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as fault:
@@ -52,10 +53,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 def load_model(
     path: Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa", device: str = "cpu"
 ) -> PreTrainedModel:
-    """The causal language model of a directory in evaluation mode; `dtype` None keeps fp32 (the form it is trained in)."""
+    """The causal language model of a directory in evaluation mode; `dtype` None is fp32 (the form it is trained in)."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    silence_transformers()
     directory = model_directory(path)
     if not any(directory.glob("*.safetensors")):
         raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", _COPY_AGAIN)
@@ -75,13 +77,28 @@ def load_model(
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, path: Path) -> None:
     """ArtifactError if the tokenizer has an id that the model has no row for."""
-    largest = max(tokenizer.get_vocab().values())
-    rows = model.get_input_embeddings().weight.shape[0]
+    largest = vocabulary_rows(tokenizer) - 1
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
     if largest >= rows:
         raise ArtifactError(
             f"The tokenizer in {path} has ids up to {largest}, the model has {rows} rows: they do not belong together.",
             "Use the tokenizer that the model was trained with.",
         )
+
+
+def vocabulary_rows(tokenizer: PreTrainedTokenizerFast) -> int:
+    """How many rows an embedding needs for every id of a tokenizer: its largest id + 1 (ids may have gaps)."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def silence_transformers() -> None:
+    """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user."""
+    from transformers.utils import logging as theirs
+
+    logging: Any = theirs
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 _COPY_AGAIN = "Copy or make the directory again; it is incomplete or damaged."

@@ -42,7 +42,7 @@ class Preset:
         return self.layer_parameters() + tables + (2 * self.layers + 1) * self.width
 
     def training_flops_per_token(self, vocabulary: int, mean_context_tokens: float) -> float:
-        """Forward and backward products of one token: 6 a parameter of layers and head, 12 a context position and width."""
+        """FLOP of a token (forward, backward): 6 a parameter of layers and head, 12 a context position and width."""
         head = vocabulary * self.width
         return 6.0 * (self.layer_parameters() + head) + 12.0 * self.layers * self.width * mean_context_tokens
 
@@ -75,7 +75,8 @@ def llama_config(shape: Preset, *, vocabulary: int, max_positions: int, token_id
     """A transformers LlamaConfig; `token_ids` has bos_token_id, eos_token_id and pad_token_id."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
+    made: Any = LlamaConfig
+    return made(
         vocab_size=vocabulary,
         hidden_size=shape.width,
         intermediate_size=shape.feed_forward,

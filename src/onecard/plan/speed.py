@@ -32,5 +32,5 @@ def choose_size(
 
 
 def updates_in_time(seconds: float, seconds_per_update: float, *, evaluation_share: float) -> int:
-    """How many updates fit, when evaluations, samples and checkpoints take `evaluation_share` of the time beside them."""
+    """How many updates fit, when evaluations, samples and checkpoints take `evaluation_share` of the time."""
     return max(1, int(seconds * (1 - evaluation_share) / seconds_per_update))

@@ -15,8 +15,8 @@ from onecard import console
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated layers: the longest ModuleList of the model."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(module) for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> bool:

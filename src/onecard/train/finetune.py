@@ -18,8 +18,14 @@ from onecard.data.packing import PackedRows
 from onecard.data.records import Rejection
 from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
-from onecard.errors import ConfigError, DataError
-from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer, model_directory
+from onecard.errors import ArtifactError, ConfigError, DataError
+from onecard.model.load import (
+    check_tokenizer_fits,
+    load_model,
+    load_tokenizer,
+    model_directory,
+    vocabulary_rows,
+)
 from onecard.tokenizer.template import encode_chat
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
@@ -32,8 +38,11 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"The tokenizer in {base} has no chat template.", "Fine-tune a model made with onecard, or one made for chat."
+            f"The tokenizer in {base} has no chat template.",
+            "Fine-tune a model made with onecard, or one made for chat.",
         )
+    base_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    _check_length(config, base_config)
     files = [path for source in config.sources for path in source_files(source)]
     inputs = [artifact.hash_tree(base), *(artifact.hash_file(path) for path in files)]
     run = RunDirectory.open(
@@ -42,12 +51,8 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         settings=free_settings_removed(config),
         overwrite=config.overwrite,
     )
-    if not (run.path / "tokens" / "train" / "meta.json").exists() or run.plan is None:
-        facts = {"rows": _write_stores(config, run, tokenizer)}
-    else:
-        facts = {"rows": run.plan["rows"]}
-    rows = PackedRows(TokenStore(run.path / "tokens" / "train"), config.max_length)
-    held_out_store = TokenStore(run.path / "tokens" / "held_out")
+    found, stores = _stores(config, run, tokenizer)
+    rows, held_out_store = PackedRows(stores["train"], config.max_length), stores["held_out"]
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
 
     def build() -> Any:
@@ -55,7 +60,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         check_tokenizer_fits(tokenizer, model, base)
         return model
 
-    width = int(json.loads((base / "config.json").read_text(encoding="utf-8")).get("hidden_size", 768))
+    width = int(base_config.get("hidden_size", 768))
     return train(
         Task(
             verb="finetune",
@@ -70,9 +75,19 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             defaults=_defaults(width),
             parents=[base, *files],
             sample_prompts=_prompts(run, tokenizer),
-            facts=facts,
+            facts={"rows": found},
         )
     )
+
+
+def _check_length(config: FinetuneConfig, base_config: dict[str, Any]) -> None:
+    """ConfigError if rows are longer than the positions that the model knows."""
+    positions = (base_config.get("text_config") or base_config).get("max_position_embeddings")
+    if positions is not None and config.max_length > positions:
+        raise ConfigError(
+            f"max_length {config.max_length} is more than the {positions} positions of the model in {config.model}.",
+            f"Set max_length to at most {positions}.",
+        )
 
 
 def _defaults(width: int) -> Defaults:
@@ -102,6 +117,18 @@ class _Tally:
     seen: set[str] = field(default_factory=set)
 
 
+def _stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> tuple[dict[str, Any], dict[str, TokenStore]]:
+    """What became of the rows, and the stores of train and held_out: those of an earlier process if they are whole."""
+    found: dict[str, Any] = run.plan["rows"] if run.plan is not None else {}
+    if found:
+        try:
+            return found, {name: TokenStore(run.tokens / name) for name in ("train", "held_out")}
+        except ArtifactError:
+            console.note("  the token store is incomplete and is made again")
+    written = _write_stores(config, run, tokenizer)
+    return found or written, {name: TokenStore(run.tokens / name) for name in ("train", "held_out")}
+
+
 def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
     """Encode every chat, put each into train or held_out by its first question, and say what became of the rows."""
     tally = _Tally()
@@ -120,13 +147,16 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
                 splits[_split(config, chat)].append(encoded)
     if not splits["train"]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in tally.dropped.most_common())
+        if splits["held_out"]:
+            raise DataError(
+                f"All {len(splits['held_out'])} rows are held out, none is left to train on.", "Lower held_out."
+            )
         raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; a larger max_length may help.")
     for name, documents in splits.items():
-        (run.path / "tokens").mkdir(exist_ok=True)
         write_store(
-            run.path / "tokens" / name,
+            run.tokens / name,
             documents,
-            vocabulary=len(tokenizer),
+            vocabulary=vocabulary_rows(tokenizer),
             tokenizer_hash=artifact.hash_file(_tokenizer_file(config)),
             learned=True,
         )
@@ -182,7 +212,7 @@ def _split(config: FinetuneConfig, chat: Chat) -> str:
 
 def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
     """The questions of the first trained chat and the middle one: what the samples in the report answer."""
-    store = TokenStore(run.path / "tokens" / "train")
+    store = TokenStore(run.tokens / "train")
     assert store.learned is not None
     prompts = []
     for index in sorted({0, int(store.meta["documents"]) // 2}):
@@ -191,4 +221,3 @@ def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
         ids = store.tokens[begin:first].astype(int).tolist()
         prompts.append((tokenizer.decode(ids, skip_special_tokens=True).strip(), ids))
     return prompts
-

@@ -53,7 +53,7 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One update: mean loss over its labelled tokens (nats), gradient norm before clipping, tokens that were not padding."""
+    """One update: mean loss of its labelled tokens (nats), gradient norm before clipping, tokens but padding."""
 
     loss: float
     grad_norm: float
@@ -62,31 +62,51 @@ class UpdateResult:
 
 
 class StopRequest:
-    """Set by SIGINT, SIGTERM or SIGHUP; obeyed by the loop at the next completed update."""
+    """Set by SIGINT, SIGTERM or SIGHUP; obeyed by the loop at the next completed update.
+
+    The handler only takes note: printing here could meet the stream in the middle of another print.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is None:
-            console.note(f"  {signal.Signals(number).name}: finishing this update, then saving ...")
         self.signal = number
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch the signals that end a run; a second one changes nothing, so it cannot spoil a save."""
+    """Catch the signals that end a run; a second one changes nothing, so it cannot spoil a save.
+
+    One that is ignored stays ignored: that is how nohup keeps a run alive when its terminal is closed.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, request) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
+    caught = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in caught:
+        signal.signal(number, request)
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in caught.items():
             signal.signal(number, handler)
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """Whether a forward pass in training mode is random: by modules, or by rates that the configuration gives."""
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    config = getattr(model, "config", None)
+    rates = config.to_dict().items() if config is not None else ()
+    return any(
+        isinstance(value, int | float) and value > 0
+        for name, value in rates
+        if "drop" in name or name.endswith("pdrop")
+    )
 
 
 class Loop:
@@ -114,7 +134,7 @@ class Loop:
         self.log = RunLog(run)
         self.step = self.tokens = self.skipped = self._skips_in_a_row = 0
         self.seconds = 0.0
-        self.losses: list[float] = []
+        self._random = has_dropout(model)
 
     # --- one update -----------------------------------------------------------------------------------------------
 
@@ -165,8 +185,7 @@ class Loop:
             return None
         rows, numbers = self.held_out
         size, total, labelled = self.settings.batch_size, 0.0, 0
-        random = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
-        if random:
+        if self._random:  # else training mode computes the same, and the compiled layers need no second form
             self.model.eval()
         try:
             for at in range(0, len(numbers), size):
@@ -210,6 +229,7 @@ class Loop:
             "skipped": self.skipped,
             "skips_in_a_row": self._skips_in_a_row,
         }
+        self.log.flush()
         checkpoint.save(self.run_directory, self.step, tensors, state, keep_last=self.settings.keep_last)
         self.log.event("checkpoint", step=self.step)
 
@@ -227,7 +247,8 @@ class Loop:
         device = self.precision.device
         self.optimizers.load_state_tensors(
             {
-                name.removeprefix("optimizer/"): value if value.ndim == 0 else value.to(device)
+                # The counters too: the fused kernels want them where the weights are.
+                name.removeprefix("optimizer/"): value.to(device)
                 for name, value in tensors.items()
                 if name.startswith("optimizer/")
             }
@@ -253,27 +274,35 @@ class Loop:
             while self.step < settings.max_steps:
                 started = time.monotonic()
                 result = self.update(self.step)
+                update_seconds = time.monotonic() - started
                 self.step += 1
                 self.tokens += result.tokens
-                self._count_skip(result)
+                broken = self._count_skip(result)
                 last = self.step == settings.max_steps
                 held_out_loss = self._look() if last or self.step % settings.evaluate_every == 0 else None
-                spent = time.monotonic() - started
-                self.seconds += spent
+                self.seconds += time.monotonic() - started
                 if last or held_out_loss is not None or self.step % settings.log_every == 0:
-                    self._record(result, held_out_loss, spent)
+                    self._record(result, held_out_loss, update_seconds)
                 bar.advance(1, f"loss {result.loss:.3f}")
-                if last or stop.signal is not None or self.step % settings.save_every == 0:
+                # Read once: what comes during the save is obeyed after the next update, which is then saved too.
+                stopped_by = stop.signal
+                if last or broken or stopped_by is not None or self.step % settings.save_every == 0:
                     self.save()
-                if stop.signal is not None and not last:
-                    name = signal.Signals(stop.signal).name
+                if broken:
+                    raise OnecardError(
+                        f"{SKIPS_IN_A_ROW} updates in a row had no finite gradient; the run stops with finite weights.",
+                        f"Look at the rows named in {self.run_directory / 'events.jsonl'}; begin anew with a lower "
+                        "learning_rate, or run the same command again to go on after them.",
+                    )
+                if stopped_by is not None and not last:
+                    name = signal.Signals(stopped_by).name
                     self.log.event("pause", step=self.step, reason=name)
                     raise Interrupted(
                         f"Stopped by {name} after update {self.step} of {settings.max_steps}; everything is saved.",
                         "Run the same command again to go on from there.",
                     )
 
-    def _record(self, result: UpdateResult, held_out_loss: float | None, spent: float) -> None:
+    def _record(self, result: UpdateResult, held_out_loss: float | None, update_seconds: float) -> None:
         extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.log.update(
             step=self.step,
@@ -281,23 +310,23 @@ class Loop:
             loss=result.loss if math.isfinite(result.loss) else None,
             lr=self.schedule.factor(self.step - 1) * self.optimizers.peak_learning_rate,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-            tokens_per_second=result.tokens / spent,
+            tokens_per_second=result.tokens / max(update_seconds, 1e-9),
             seconds=self.seconds,
             peak_memory_bytes=peak_memory_bytes(self.precision.device),
             **extra,
         )
 
-    def _count_skip(self, result: UpdateResult) -> None:
+    def _count_skip(self, result: UpdateResult) -> bool:
+        """Count and report a skipped update; True when so many in a row mean that the run is broken."""
         if not result.skipped:
             self._skips_in_a_row = 0
-            return
+            return False
         self.skipped += 1
         self._skips_in_a_row += 1
         rows = self.order.rows_of_update(self.step - 1)
         self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
         console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
-        if self._skips_in_a_row >= SKIPS_IN_A_ROW:
-            raise OnecardError(
-                f"{SKIPS_IN_A_ROW} updates in a row had no finite gradient; the run stops with finite weights.",
-                f"Lower learning_rate, and look at the rows named in {self.run_directory / 'events.jsonl'}.",
-            )
+        if self._skips_in_a_row < SKIPS_IN_A_ROW:
+            return False
+        self._skips_in_a_row = 0  # whoever goes on from here begins to count anew
+        return True

@@ -1,8 +1,12 @@
-"""metrics.jsonl (one line an update) and events.jsonl of a run; lines after a resumed update are cut off."""
+"""metrics.jsonl (one line an update), samples.jsonl and events.jsonl of a run.
+
+Lines of metrics and samples after a resumed update are cut off.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from datetime import UTC, datetime
@@ -41,12 +45,23 @@ class RunLog:
         _append(self._samples, {"step": step, "prompt": prompt, "text": text})
 
     def cut_after(self, step: int) -> None:
-        """Forget lines after update `step` (they will be written again) and a broken last line."""
-        for path in (self._metrics, self._samples):
+        """Forget lines after update `step` (they will be written again) and broken lines.
+
+        Events are a diary: those of updates that are done again stay.
+        """
+        for path in (self._metrics, self._samples, self._events):
             if path.exists():
-                kept = [row for row in read_lines(path) if row["step"] <= step]
+                rows = read_lines(path)
+                kept = rows if path == self._events else [row for row in rows if row["step"] <= step]
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
                 artifact.write_text_atomically(path, text)
+
+    def flush(self) -> None:
+        """Bring all lines to the disk: before a checkpoint, so that none is lost that it has counted."""
+        for path in (self._metrics, self._samples, self._events):
+            if path.exists():
+                with artifact.disk_faults(path), path.open("rb") as file:
+                    os.fsync(file.fileno())
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
@@ -58,11 +73,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a .jsonl file of a run; a broken last line is left out."""
     rows = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").split("\n"):
+        # A line may have been cut in the middle of a character.
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(row, dict):
+                rows.append(row)
     return rows
 
 

@@ -1,6 +1,7 @@
 """Optimizers over named parameter groups: AdamW, and Muon for the matrices with AdamW for the rest.
 
-Decay touches matrices only: norms, biases and every other vector are left alone; a tied matrix stands in one group once.
+Decay touches matrices only: norms, biases and every other vector are left alone; a tied matrix stands in one group
+once.
 Own code for Muon because torch.optim.Muon orthogonalises in bf16 whatever the machine, which processors without bf16
 units do hundreds of times slower than fp32, and one matrix at a time; here matrices of one shape go through together.
 """
@@ -30,7 +31,8 @@ def orthogonalise(matrices_KMN: Tensor, *, steps: int = 5) -> Tensor:
     for _ in range(steps):
         square = made @ made.mT
         made = a * made + torch.baddbmm(square, square, square, beta=b, alpha=c) @ made
-    return made.mT if transposed else made
+    result: Tensor = made.mT if transposed else made
+    return result
 
 
 class Muon(torch.optim.Optimizer):

@@ -43,7 +43,8 @@ def choose(setting: str) -> Precision:
         other = torch.float32 if setting == "bf16" else None
         if other is not None and (plain := matrix_rate(other, device)) > rate:
             console.warn(
-                f"bf16 products run at {rate / 1e9:,.0f} GFLOP/s here, fp32 at {plain / 1e9:,.0f}: precision = fp32 is faster."
+                f"bf16 products run at {rate / 1e9:,.0f} GFLOP/s here, fp32 at {plain / 1e9:,.0f}: "
+                "precision = fp32 is faster."
             )
         return Precision(setting, device, rate)
     dtype, rates = fastest_training_dtype(device)

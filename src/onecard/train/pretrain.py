@@ -12,12 +12,12 @@ from onecard.data.corpus import Split, read_documents
 from onecard.data.packing import StreamRows
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
-from onecard.model.load import load_tokenizer
+from onecard.model.load import load_tokenizer, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
 from onecard.plan.speed import choose_size
+from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
-from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
 
 # Characters tokenised at a time: enough to keep all cores busy, little enough to keep memory flat.
@@ -35,7 +35,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
     run = RunDirectory.open(
         config.output, fingerprint=mark, settings=free_settings_removed(config), overwrite=config.overwrite
     )
-    vocabulary = len(tokenizer)
+    vocabulary = vocabulary_rows(tokenizer)
     store = _store(run, config.corpus, "train", tokenizer, vocabulary, tokenizer_hash)
     held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_hash)
     if store is None:
@@ -46,8 +46,8 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
         hint = nearest(name, store.sources).strip() or f"Sources: {', '.join(store.sources)}."
         raise ConfigError(f"mix names a source {name} that the corpus does not have.", hint)
     weights = [config.mix.get(name, 1.0) for name in store.sources]
-    if not any(weights):
-        raise ConfigError("mix gives every source a weight of 0.", "Give at least one source a positive weight.")
+    rows = StreamRows(store, config.max_length)
+    _check_mix(store.sources, rows.per_source, weights)
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
     shape = _shape(config, run, store, vocabulary, precision.flops_per_second, precision.device, weights)
 
@@ -55,8 +55,10 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
         from transformers import LlamaForCausalLM
 
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        positions = max(1024, 2 * config.max_length)
-        return LlamaForCausalLM(llama_config(shape, vocabulary=vocabulary, max_positions=positions, token_ids=ids))
+        # Positions beyond a training row were never seen: the model is not promised to read further.
+        return LlamaForCausalLM(
+            llama_config(shape, vocabulary=vocabulary, max_positions=config.max_length, token_ids=ids)
+        )
 
     return train(
         Task(
@@ -66,7 +68,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
             precision=precision,
             tokenizer=tokenizer,
             build_model=build,
-            rows=StreamRows(store, config.max_length),
+            rows=rows,
             held_out=None if held_out is None else StreamRows(held_out, config.max_length),
             weights=weights,
             defaults=_defaults(shape),
@@ -77,6 +79,18 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
     )
 
 
+def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) -> None:
+    """ConfigError if no source is used, or one that is asked for has less than half a row an epoch."""
+    if not any(weights):
+        raise ConfigError("mix gives every source a weight of 0.", "Give at least one source a positive weight.")
+    for name, count, weight in zip(sources, per_source, weights):
+        if count and weight and not round(count * weight):
+            raise ConfigError(
+                f"mix gives {name} a weight of {weight}, which is none of its {count} rows in an epoch.",
+                f"Give it at least {1 / count:.3g}, or 0 to leave it out.",
+            )
+
+
 def _tokenizer_file(path: Path) -> Path:
     return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else path / "model" / "tokenizer.json"
 
@@ -85,17 +99,15 @@ def _store(
     run: RunDirectory, corpus: Path, split: Split, tokenizer: Any, vocabulary: int, tokenizer_hash: str
 ) -> TokenStore | None:
     """The tokens of one split, made once a run; None if the split has no document."""
-    directory = run.path / "tokens" / split
+    directory = run.tokens / split
     if (directory / "meta.json").exists():
         try:
-            return TokenStore(directory)
+            store = TokenStore(directory)
+            return store if store.count else None
         except ArtifactError:
             console.note(f"  the token store {directory} is incomplete and is made again")
     documents = ((document.source, document.text) for document in read_documents(corpus, split))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    store = write_store(
-        directory, _encode(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash
-    )
+    store = write_store(directory, _encode(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash)
     if not store.count:
         return None
     console.note(f"  {split}: {store.count:,} tokens in {store.meta['documents']:,} documents")
@@ -136,7 +148,8 @@ def _shape(
         return preset(config.size)
     if config.time_limit_minutes is None:
         raise ConfigError(
-            "size = auto needs to know how long the run may take.", "Give --time-limit-minutes, or a --size such as 26M."
+            "size = auto needs to know how long the run may take.",
+            "Give --time-limit-minutes, or a --size such as 26M.",
         )
     lengths = store.lengths()
     tokens = sum(int(lengths[store.source_of == i].sum() * weight) for i, weight in enumerate(weights))

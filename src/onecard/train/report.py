@@ -17,7 +17,8 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     """Write `run`/report.html from the run's own files."""
     log = RunLog(run)
     rows = log.metrics()
-    page = Page(f"{verb}: {run.name}", f"{plan['parameters'] / 1e6:.1f}M parameters, {plan['optimizer']}, {plan['precision']}")
+    shape = f"{plan['parameters'] / 1e6:.1f}M parameters, {plan['optimizer']}, {plan['precision']}"
+    page = Page(f"{verb}: {run.name}", shape)
     page.facts(
         {
             "loss on held-out rows (nats a token)": result["held_out_loss"] if result["held_out_loss"] else "none",
@@ -29,7 +30,10 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
         }
     )
     page.heading("Loss")
-    page.figure(lambda axes: _draw_loss(axes, rows), "Cross-entropy in nats a token: each update, its running mean, held-out rows.")
+    page.figure(
+        lambda axes: _draw_loss(axes, rows),
+        "Cross-entropy in nats a token: each update, its running mean, held-out rows.",
+    )
     page.heading("Plan and measurement")
     page.table(
         ["", "planned", "measured"],
@@ -49,10 +53,9 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
             for row in [row for row in samples if row["prompt"] == prompt]:
                 page.sample(row["text"], f"after update {row['step']:,}")
     page.heading("Settings")
-    page.table(
-        ["setting", "value"],
-        [[key, str(value)] for key, value in sorted({**plan.get("asked", {}), **plan}.items()) if key not in ("asked", "fingerprint")],
-    )
+    settings = {**plan.get("asked", {}), **plan}
+    hidden = ("asked", "fingerprint")
+    page.table(["setting", "value"], [[key, str(settings[key])] for key in sorted(settings) if key not in hidden])
     page.save(run / "report.html")
 
 

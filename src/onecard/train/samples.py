@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,28 +10,39 @@ import torch
 
 
 def continuation_sampler(
-    model: Any, tokenizer: Any, prompts: list[tuple[str, list[int]]], *, max_new_tokens: int = 48, attention: str
+    model: Any,
+    tokenizer: Any,
+    prompts: list[tuple[str, list[int]]],
+    *,
+    stop_ids: list[int],
+    max_new_tokens: int = 48,
+    attention: str,
 ) -> Callable[[], list[tuple[str, str]]]:
-    """A function that continues each (shown text, ids) prompt greedily; `attention` is put back afterwards.
+    """A function that continues each (shown text, ids) prompt greedily to a stop id; `attention` is put back after.
 
     A mild repetition penalty shows what the model has learned instead of the loop that greedy decoding of a young model
     falls into.
     """
+
+    positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
     def sample() -> list[tuple[str, str]]:
         model.set_attn_implementation("sdpa")
         try:
             made = []
             for shown, ids in prompts:
+                room = min(max_new_tokens, positions - len(ids))
+                if room < 1:
+                    continue
                 prompt = torch.tensor([ids], device=model.device)
                 out = model.generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=max_new_tokens,
+                    max_new_tokens=room,
                     do_sample=False,
                     repetition_penalty=1.2,
                     pad_token_id=tokenizer.pad_token_id,
-                    eos_token_id=tokenizer.eos_token_id,
+                    eos_token_id=stop_ids,
                 )
                 made.append((shown, tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)))
             return made

@@ -25,6 +25,7 @@ class Schedule:
             through = (update - warmup) / max(1, self.max_steps - warmup)
             shape = 0.5 * (1 + math.cos(math.pi * through))
         else:
-            decay = max(1, round(self.decay_ratio * self.max_steps))
+            # The decay begins after the warm-up, even if together they ask for more than the run.
+            decay = max(1, min(round(self.decay_ratio * self.max_steps), self.max_steps - warmup))
             shape = min(1.0, (self.max_steps - update) / decay)
         return self.final_ratio + (1 - self.final_ratio) * shape

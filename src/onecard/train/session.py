@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from onecard import artifact, console
 from onecard.config import TrainingConfig
 from onecard.data.batches import RowOrder
 from onecard.data.packing import Rows
-from onecard.errors import ConfigError
+from onecard.errors import ConfigError, Interrupted
 from onecard.model import attention
+from onecard.model.load import silence_transformers
 from onecard.plan.speed import updates_in_time
 from onecard.train import optimizers, report
 from onecard.train.compilation import compile_layers
@@ -65,7 +67,7 @@ class Task:
 
 def fingerprint(config: TrainingConfig, inputs: list[str]) -> str:
     """Hash of everything that decides the result: settings, and the content of the inputs."""
-    settings = {key: value for key, value in config.plain().items() if key not in _FREE}
+    settings = {key: value for key, value in config.without_places().items() if key not in _FREE}
     return artifact.hash_json({"settings": settings, "inputs": inputs, "format": artifact.FORMAT})
 
 
@@ -76,13 +78,16 @@ def free_settings_removed(config: TrainingConfig) -> dict[str, Any]:
 
 def train(task: Task) -> dict[str, Any]:
     """Run a task to its end (resuming if the directory has a plan) and return the result document."""
-    attention.register()
     torch.manual_seed(task.config.seed)
     model = task.build_model()
-    attention.check_supported(model.config)
-    model.set_attn_implementation(attention.PACKED)
     model.to(task.precision.device).train()
+    attention.switch(model)
     stored = task.run.plan
+    if stored is not None and stored["device"] != task.precision.device:
+        console.warn(
+            f"The run began on {stored['device']} and goes on on {task.precision.device}: "
+            "the result will not be bit for bit that of an uninterrupted run."
+        )
     wants_compile = task.config.compile if stored is None else bool(stored["compiled"])
     compiled = wants_compile and compile_layers(model, task.precision.device)
     if stored is None:
@@ -99,9 +104,14 @@ def train(task: Task) -> dict[str, Any]:
         loop.log.event("plan", **{key: value for key, value in plan.items() if key not in ("asked", "fingerprint")})
         loop.log.event("start", step=0)
     _say_plan(task, plan)
-    torch.manual_seed(task.config.seed) if loop.step == 0 else None
-    loop.run(task.verb)
-    loop.log.event("end", step=loop.step)
+    if loop.step == 0:
+        torch.manual_seed(task.config.seed)
+    try:
+        loop.run(task.verb)
+    except Interrupted as stop:
+        if not task.config.overwrite:
+            raise
+        raise Interrupted(stop.what, "Run the same command without --overwrite to go on from there.") from None
     return _finish(task, model, plan, loop)
 
 
@@ -133,6 +143,10 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
     }
     epochs = defaults.num_epochs if config.num_epochs == "auto" else config.num_epochs
     steps = max(1, round(epochs * order.updates_per_epoch)) if config.max_steps == "auto" else config.max_steps
+    if config.max_steps != "auto":
+        for name, value in (("num_epochs", config.num_epochs), ("time_limit_minutes", config.time_limit_minutes)):
+            if value not in ("auto", None):
+                console.warn(f"{name} = {value} is not used: max_steps = {steps} fixes the number of updates.")
     # A provisional plan for the timing; the final numbers follow.
     plan |= {"max_steps": steps, "evaluate_every": steps, "save_every": steps}
     plan["seconds_per_update"] = seconds = _time_updates(task, model, plan)
@@ -169,13 +183,13 @@ def _batch_shape(config: TrainingConfig, defaults: Defaults, device: str) -> tup
 def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
     """Median seconds of real updates after the first two (which compile), on a state that is put back afterwards."""
     console.note("  measuring this machine: a few updates, compiled first" if plan["compiled"] else "  measuring ...")
-    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     loop = _loop(task, model, plan)
     model.train()
     generator = torch.get_rng_state()
     for index in range(2):
         loop.update(index % loop.order.updates_per_epoch)
-    times = []
+    times: list[float] = []
     started = time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - started < 5 and len(times) < 20):
         at = time.perf_counter()
@@ -184,8 +198,8 @@ def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - at)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            tensor.copy_(before[name])
+        for tensor, value in before:
+            tensor.copy_(value)
     torch.set_rng_state(generator)
     return statistics.median(times)
 
@@ -202,7 +216,13 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
     if task.sample_prompts:
         from onecard.train.samples import continuation_sampler
 
-        sample = continuation_sampler(model, task.tokenizer, task.sample_prompts, attention=attention.PACKED)
+        sample = continuation_sampler(
+            model,
+            task.tokenizer,
+            task.sample_prompts,
+            stop_ids=_stop_ids(task),
+            attention=attention.PACKED,
+        )
     return Loop(
         run=task.run.path,
         model=model,
@@ -219,7 +239,11 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             muon_dtype=muon_dtype,
         ),
         schedule=Schedule(
-            config.schedule, plan["max_steps"], config.warmup_ratio, config.decay_ratio, config.final_learning_rate_ratio
+            config.schedule,
+            plan["max_steps"],
+            config.warmup_ratio,
+            config.decay_ratio,
+            config.final_learning_rate_ratio,
         ),
         precision=task.precision,
         settings=LoopSettings(
@@ -249,8 +273,8 @@ def _spread(per_source: list[int], *, limit: int) -> list[int]:
 def _say_plan(task: Task, plan: dict[str, Any]) -> None:
     console.note(
         f"  plan: {plan['parameters'] / 1e6:.1f}M parameters, {plan['max_steps']:,} updates of "
-        f"{plan['tokens_per_update']:,} tokens ({plan['epochs']:.2f} epochs), {plan['optimizer']}, {plan['precision']}, "
-        f"about {console.format_duration(plan['predicted_seconds'])} at "
+        f"{plan['tokens_per_update']:,} tokens ({plan['epochs']:.2f} epochs), {plan['optimizer']}, "
+        f"{plan['precision']}, about {console.format_duration(plan['predicted_seconds'])} at "
         f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
     )
 
@@ -262,40 +286,57 @@ def save_model(model: Any, tokenizer: Any, directory: Path, *, stop_ids: list[in
     """Write the model directory in Hugging Face layout; configuration, generation settings and tokenizer stop alike."""
     from transformers import GenerationConfig
 
+    from onecard.tokenizer.train import save_tokenizer
+
+    silence_transformers()
+    generation: Any = GenerationConfig
     eos = stop_ids[0] if len(stop_ids) == 1 else stop_ids
     model.set_attn_implementation("sdpa")
     model.config.eos_token_id = eos
-    model.generation_config = GenerationConfig(
+    model.generation_config = generation(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=eos,
         pad_token_id=tokenizer.pad_token_id,
         **sampling,
     )
-    if directory.exists() and not (directory / artifact.MANIFEST).exists():
-        raise ConfigError(f"{directory} is in the way.", "Choose another --output.")
+    tokenizer = copy.deepcopy(tokenizer)
+    if stop_ids[0] != tokenizer.eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop_ids[0])
     with artifact.new_directory(directory, replace=True) as temporary:
         model.save_pretrained(str(temporary))
-        tokenizer.save_pretrained(str(temporary))
+        save_tokenizer(tokenizer, temporary)
         artifact.write_manifest(temporary, "model", settings={"parameters": sum(p.numel() for p in model.parameters())})
 
 
-def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[str, Any]:
+def _stop_ids(task: Task) -> list[int]:
+    """What ends a text of the trained model: the end of a turn after fine-tuning, else the end of a document."""
     from onecard.tokenizer.template import stop_token_ids
 
+    if task.verb != "finetune" and task.tokenizer.eos_token_id is not None:
+        return [task.tokenizer.eos_token_id]
+    found = stop_token_ids(task.tokenizer)
+    if not found:
+        raise ConfigError(
+            "The tokenizer has no token that ends a text.", "Use one with an eos_token, such as one made with onecard."
+        )
+    return found
+
+
+def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[str, Any]:
     chat = task.verb == "finetune"
-    stop_ids = stop_token_ids(task.tokenizer) if chat else [task.tokenizer.eos_token_id]
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9} if not chat else {"do_sample": False}
-    if chat and stop_ids:
-        task.tokenizer.eos_token = task.tokenizer.convert_ids_to_tokens(stop_ids[0])
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all()), "the loop applies finite updates only"
-    save_model(model, task.tokenizer, task.run.path / "model", stop_ids=stop_ids, sampling=sampling)
+    save_model(model, task.tokenizer, task.run.path / "model", stop_ids=_stop_ids(task), sampling=sampling)
     rows = RunLog(task.run.path).metrics()
     held_out = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
     measured = {
         "seconds": loop.seconds,
         "tokens_per_second": loop.tokens / max(loop.seconds, 1e-9),
-        "peak_memory_bytes": peak_memory_bytes(task.precision.device),
+        # The rows know of the processes before this one too.
+        "peak_memory_bytes": max(
+            [peak_memory_bytes(task.precision.device), *(row["peak_memory_bytes"] for row in rows)]
+        ),
     }
     result = {
         "output": str(task.run.path),
@@ -311,6 +352,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         **{key: plan[key] for key in task.facts if key in plan},
     }
     report.write(task.run.path, task.verb, plan, result)
+    loop.log.event("end", step=loop.step)
     task.run.finish(parents=task.parents, result=result)
     console.table(
         f"{task.verb}: {task.run.path}",

@@ -1,0 +1,90 @@
+"""A run that was stopped, wherever and however, ends like one that was not: bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import Process, Stop, events, pretrain_settings, run, steps, weights, write_corpus
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_directory: Path) -> Path:
+    """A folder with a corpus and a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_corpus(folder)
+    status, errors = run("pretrain", pretrain_settings(folder, tiny_tokenizer_directory))
+    assert (status, errors) == (0, "")
+    return folder
+
+
+def settings_beside(undisturbed: Path, tokenizer: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    return pretrain_settings(undisturbed, tokenizer, **changes) | {"output": str(output)}
+
+
+def assert_same_end(undisturbed: Path, output: Path) -> None:
+    assert steps(output) == list(range(1, 13))
+    assert weights(output) == weights(undisturbed / "run")
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        Stop("update", 2, signal.SIGTERM),  # warm-up, between two micro-batches
+        Stop("update", 7, signal.SIGINT, times=2),
+        Stop("evaluate", 4, signal.SIGTERM),
+        Stop("save", 6, signal.SIGTERM, times=2),  # signals cannot spoil a save
+        Stop("saved", 3, signal.SIGHUP),
+    ],
+    ids=str,
+)
+def test_after_a_signal(undisturbed: Path, tiny_tokenizer_directory: Path, tmp_path: Path, stop: Stop) -> None:
+    settings = settings_beside(undisturbed, tiny_tokenizer_directory, tmp_path / "run")
+    status, errors = run("pretrain", settings, stop)
+    assert status == 130
+    assert "everything is saved" in errors and "Run the same command again" in errors
+    done = steps(tmp_path / "run")
+    # What comes during a save is obeyed after the next update.
+    assert done == list(range(1, stop.step + (2 if stop.place in ("save", "saved") else 1)))
+    assert [row["step"] for row in events(tmp_path / "run", "pause")] == [done[-1]]
+    assert run("pretrain", settings)[0] == 0
+    assert_same_end(undisturbed, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        Stop("update", 1, signal.SIGKILL),  # nothing saved yet
+        Stop("update", 8, signal.SIGKILL),
+        Stop("save", 9, signal.SIGKILL),
+        Stop("saved", 12, signal.SIGKILL),  # trained to the end, no model yet
+        Stop("finish", 12, signal.SIGKILL),  # model written, manifest missing
+    ],
+    ids=str,
+)
+def test_after_a_kill(undisturbed: Path, tiny_tokenizer_directory: Path, tmp_path: Path, stop: Stop) -> None:
+    settings = settings_beside(undisturbed, tiny_tokenizer_directory, tmp_path / "run")
+    assert run("pretrain", settings, stop)[0] == -signal.SIGKILL
+    assert run("pretrain", settings)[0] == 0
+    assert_same_end(undisturbed, tmp_path / "run")
+    # Nothing half-written stays behind.
+    assert [p.name for p in (tmp_path / "run").rglob(".*")] == []
+    assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_after_kills_at_random_times(undisturbed: Path, tiny_tokenizer_directory: Path, tmp_path: Path) -> None:
+    settings = settings_beside(undisturbed, tiny_tokenizer_directory, tmp_path / "run")
+    chance = random.Random(7)
+    for _ in range(4):
+        process = Process("pretrain", settings)
+        time.sleep(chance.uniform(0.3, 1.5))
+        process.kill()
+        if process.wait()[0] == 0:
+            break
+    if not (tmp_path / "run" / "onecard.json").exists():
+        assert run("pretrain", settings)[0] == 0
+    assert_same_end(undisturbed, tmp_path / "run")
