@@ -318,8 +318,7 @@ def _as_config_error(kind: type[Settings], fault: ValidationError, prefix: str) 
     if first["type"] == "missing":
         missing = str(first["loc"][-1])
         text = _expectation(owner.model_fields[missing]) if missing in _known(owner) else ""
-        named = missing if owner is kind else f"{missing} in {place}"
-        return ConfigError(f"{prefix}the setting {named} is missing.", f"Give it. {text}".strip())
+        return ConfigError(f"{prefix}the setting {place} is missing.", f"Give it. {text}".strip())
     message = first["msg"].removeprefix("Value error, ")
     given = "" if isinstance(first["input"], dict) else f" (given: {_shortened(first['input'])})"
     last = str(inner[-1]) if inner and not isinstance(inner[-1], int) else ""
