@@ -89,13 +89,15 @@ def test_a_long_value_is_shortened() -> None:
 
 
 def test_values_on_their_limits_are_taken() -> None:
-    made = build(PretrainConfig, {"max_steps": "1", "warmup_ratio": 1, "max_length": 8, "learning_rate": "1e-3"})
+    made = build(
+        PretrainConfig, {"size": "2M", "max_steps": "1", "warmup_ratio": 1, "max_length": 8, "learning_rate": "1e-3"}
+    )
     assert (made.max_steps, made.warmup_ratio, made.max_length, made.learning_rate) == (1, 1.0, 8, 0.001)
 
 
 def test_none_leaves_a_setting_open_and_is_no_value_elsewhere() -> None:
     assert build(EvaluateConfig, {"corpus": "none"}).corpus is None
-    assert build(PretrainConfig, {"time_limit_minutes": "none"}).time_limit_minutes is None
+    assert build(PretrainConfig, {"size": "2M", "time_limit_minutes": "none"}).time_limit_minutes is None
     assert "size" not in refused(PretrainConfig, {"max_steps": "none"}).what
     assert build(PretrainConfig, {"size": "none"}).size == "none"
 
@@ -173,3 +175,9 @@ def test_a_recipe_that_is_none(tmp_path: Path) -> None:
 
 def test_run_needs_a_recipe() -> None:
     assert "recipe is missing" in refused(RunConfig, {}).what
+
+
+def test_a_size_cannot_be_chosen_without_a_time() -> None:
+    with pytest.raises(ConfigError, match="how long pretraining may take"):
+        build(PretrainConfig, {})
+    assert build(PretrainConfig, {"time_limit_minutes": 5}).size == "auto"

@@ -12,6 +12,8 @@ from onecard.flags import from_arguments, hyphenate, parser
 
 
 def read(kind: type[AnySettings], words: list[str], section: str = "") -> AnySettings:
+    if kind is PretrainConfig:
+        words = [*words, "--size=2M"]
     return from_arguments(kind, vars(parser(kind, "onecard here", section).parse_args(hyphenate(words))), section)
 
 

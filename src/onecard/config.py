@@ -12,7 +12,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -191,6 +191,16 @@ class PretrainConfig(TrainingConfig):
     mix: dict[str, Annotated[float, Field(ge=0)]] = setting(
         {}, "passes over each source in an epoch (1 where not named), such as { poems = 2, news = 0.5 }"
     )
+
+    @model_validator(mode="after")
+    def _size_can_be_chosen(self) -> Self:
+        if self.size == "auto" and self.time_limit_minutes is None:
+            # Not a ValueError: it is said as it stands.
+            raise ConfigError(
+                "size = auto needs to know how long pretraining may take.",
+                "Give time_limit_minutes (--time-limit-minutes), or a size such as 26M (--size).",
+            )
+        return self
 
 
 class FinetuneConfig(TrainingConfig):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +63,11 @@ class RunDirectory:
 
     def _lock_against_others(self) -> None:
         """Hold a lock that ends with the process, however it ends."""
-        self._lock = (self.path / LOCK).open("w")
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        # Closed with the run (also one that an error ends), or with the process.
+        self._close_lock = weakref.finalize(self, os.close, descriptor)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as fault:
             if fault.errno in (errno.EACCES, errno.EAGAIN):
                 raise ArtifactError(
@@ -140,7 +144,7 @@ class RunDirectory:
         )
         shutil.rmtree(self.tokens, ignore_errors=True)
         (self.path / LOCK).unlink(missing_ok=True)
-        self._lock.close()
+        self._close_lock()
         console.note(f"  wrote {self.path}")
 
 
