@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onecard.model import attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from onecard.data.packing import IGNORED, PackedRows, gather
 from onecard.data.tokens import Encoded, write_store
 from onecard.errors import ConfigError
+from onecard.model import attention
 from onecard.train.objectives import NextToken
 
 VOCABULARY = 50

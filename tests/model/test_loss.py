@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from onecard.model import loss
 from torch.nn import functional as F
+
+from onecard.model import loss
 
 POSITIONS, WIDTH, VOCABULARY = 70, 8, 33
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from onecard.model import attention
 from tiny_runs import lines
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,6 +16,7 @@ from onecard.data.batches import RowOrder
 from onecard.data.packing import PackedRows, RowBatch
 from onecard.data.tokens import Encoded, write_store
 from onecard.errors import OnecardError
+from onecard.model import attention
 from onecard.train import checkpoint, loop, optimizers
 from onecard.train.loop import Loop, LoopSettings
 from onecard.train.objectives import NextToken
@@ -84,7 +84,8 @@ def make_loop(
             max_steps=max_steps,
             batch_size=batch_size,
             pad_id=0,
-            **{"max_grad_norm": 0.0, "evaluate_every": 100, "save_every": 100, "keep_last": 2, "log_every": 1} | settings,
+            **{"max_grad_norm": 0.0, "evaluate_every": 100, "save_every": 100, "keep_last": 2, "log_every": 1}
+            | settings,
         ),
     )
 
@@ -183,9 +184,7 @@ class _FixedLoss:
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_the_mean_of_an_evaluation_is_over_tokens(tmp_path: Path, batch_size: int) -> None:
     """4 tokens at 1.0 and 60 at 3.0: 184 / 64 = 2.875, whatever the batch."""
-    documents = [
-        Encoded("rows", list(range(1, 31)), [j >= 30 - count for j in range(30)]) for count in (4, 20, 20, 20)
-    ]
+    documents = [Encoded("rows", list(range(1, 31)), [j >= 30 - count for j in range(30)]) for count in (4, 20, 20, 20)]
     store = write_store(tmp_path / "held", documents, vocabulary=VOCABULARY, tokenizer_hash="", learned=True)
     rows = PackedRows(store, 32)
     made = make_loop(

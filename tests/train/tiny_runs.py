@@ -115,7 +115,9 @@ def _arm(stop: Stop) -> None:
     elif stop.place == "evaluate":
         wrapped(loop.Loop, "evaluate", lambda self: self.step == at)
     elif stop.place == "save":
-        wrapped(artifact, "write_manifest", lambda directory, kind: kind == "checkpoint" and f"{at:08d}" in str(directory))
+        wrapped(
+            artifact, "write_manifest", lambda directory, kind: kind == "checkpoint" and f"{at:08d}" in str(directory)
+        )
     elif stop.place == "saved":
         wrapped(loop.Loop, "save", lambda self: self.step == at, after=True)
     else:

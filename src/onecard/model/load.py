@@ -55,6 +55,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model of a directory in evaluation mode; `dtype` None is fp32 (the form it is trained in)."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     silence_transformers()
@@ -62,16 +63,22 @@ def load_model(
     if not any(directory.glob("*.safetensors")):
         raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", _COPY_AGAIN)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(directory),
             dtype=dtype or torch.float32,
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as fault:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as fault:
         raise ArtifactError(f"The model in {directory} cannot be read: {_first_line(fault)}.", _COPY_AGAIN) from fault
+    model, found = loaded
+    # The library would fill what is missing with random numbers.
+    absent = sorted({str(key) for kind in ("missing_keys", "mismatched_keys") for key in found[kind]})
+    if absent:
+        raise ArtifactError(f"The files in {directory} lack {len(absent)} weights, such as {absent[0]}.", _COPY_AGAIN)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
