@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+from onecard import console
 
 SAMPLE_TEXT = [
     "The quick brown fox jumps over the lazy dog. It was not amused, and said so at length.",
@@ -20,13 +23,19 @@ SAMPLE_TEXT = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def plain_console() -> Iterator[None]:
+    """A test that runs a verb with --json or --quiet leaves no trace in the next."""
+    yield
+    console.configure()
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer directory as `onecard tokenizer train` writes it."""
-    from onecard.tokenizer.train import train
-
     from onecard.config import TokenizerTrainConfig
     from onecard.data.corpus import Document, write_corpus
+    from onecard.tokenizer.train import train
 
     folder = tmp_path_factory.mktemp("tiny-tokenizer")
     documents = [
