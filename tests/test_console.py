@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,71 @@ def test_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert console.short_path(tmp_path / "a" / "b") == "a/b"
     assert console.short_path(Path("a")) == "a"
     assert console.short_path(Path("/elsewhere")) == "/elsewhere"
+
+
+TERMINAL = """
+from onecard import console
+console.configure()
+with console.progress("working", 10) as bar:
+    bar.advance(5)
+    console.note("  a note of several words that does not fit /a/path/that/is/longer/than/forty/columns/of/it")
+    console.result("a result")
+    console.table("a title longer than the table", ["a", "b"], [["x", "4 min 05 s"]])
+    bar.advance(5, "loss 1.0")
+"""
+
+
+def test_a_bar_on_a_terminal_leaves_nothing_behind(tmp_path: Path) -> None:
+    import pty
+
+    script = tmp_path / "script.py"
+    script.write_text(TERMINAL, encoding="utf-8")
+    main, other = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "40", "LINES": "30", "TERM": "xterm"}
+    subprocess.run([sys.executable, script], stdin=other, stdout=other, stderr=other, env=environment, check=True)
+    os.close(other)
+    screen = b""
+    while chunk := read_some(main):
+        screen += chunk
+    os.close(main)
+    lines = drawn(screen.decode())
+    assert lines == [
+        "  a note of several words that does not",
+        "    fit",
+        "    /a/path/that/is/longer/than/forty/columns/of/it",
+        "a result",
+        "a title longer than the table",
+        "a            b",
+        "──────────────",
+        "x   4 min 05 s",
+        "",
+        lines[-1],
+    ]
+    assert lines[-1].startswith("  working ━━━")
+    assert "10/10" in lines[-1]
+
+
+def read_some(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # the end, on Linux
+        return b""
+
+
+def drawn(stream: str) -> list[str]:
+    """What a terminal of endless width shows after these characters (the few sequences that rich uses)."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", stream):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+        elif not part.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines[:-1]]

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,11 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.text import Text
+
+
+# 1,234 or 0.5, with a sign before and a unit after it; or nothing.
+_NUMBER = re.compile(r"([+-]?[\d.,]+( ?[^\d\s]\S{0,5})?)?( \d\d s)?|nan|[+-]?inf")
 
 
 @dataclass
@@ -31,6 +37,7 @@ class _State:
     json: bool = False
     quiet: bool = False
     rich: dict[str, RichConsole] = field(default_factory=dict)
+    bar_covers_stdout: bool = False
 
 
 _state = _State()
@@ -48,7 +55,11 @@ def configure(*, json_output: bool = False, quiet: bool = False) -> None:
 
 
 def _rich(name: str) -> RichConsole:
+    if _state.bar_covers_stdout:
+        name = "stderr"  # one terminal: what is printed belongs above the bar
     stream: TextIO = sys.stdout if name == "stdout" else sys.stderr
+    # While a bar is drawn, rich stands in for the streams.
+    stream = getattr(stream, "rich_proxied_file", stream)
     console = _state.rich.get(name)
     if console is None or console.file is not stream:  # pytest swaps the streams between tests
         from rich.console import Console
@@ -101,20 +112,30 @@ def result_fragment(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table of results; numbers are right-aligned."""
+    """Print a table of results; numbers (with their units) are right-aligned."""
     if _state.json:
         return
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False)
+    texts = [[format_number(cell) if isinstance(cell, int | float) else str(cell) for cell in row] for row in rows]
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
-        numeric = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
+        cells = [row[index] for row in texts]
+        numeric = any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells)
         drawn.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(format_number(cell) if isinstance(cell, int | float) else str(cell)) for cell in row))
-    _rich("stdout").print(drawn, soft_wrap=False)
+    for row in texts:
+        drawn.add_row(*map(Text, row))
+    console = _rich("stdout")
+    console.print(Text(title, style="bold"))
+    if console.is_terminal:
+        console.print(drawn, soft_wrap=False)
+    else:
+        with console.capture() as captured:
+            console.print(drawn, soft_wrap=False)
+        console.print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n", markup=False)
+    console.print()
 
 
 def document(value: Any) -> None:
@@ -135,7 +156,31 @@ def _finite(value: Any) -> Any:
 def note(text: str) -> None:
     """Say something useful while working (stderr)."""
     if not _state.quiet:
-        _rich("stderr").print(text, markup=False)
+        from rich.text import Text
+
+        _say(Text(text))
+
+
+def _say(text: Text) -> None:
+    """Print a message; on a terminal too narrow for it, broken between words, the further lines set in."""
+    console = _rich("stderr")
+    if not console.is_terminal or text.cell_len <= console.width:
+        console.print(text)
+        return
+    from rich.cells import cell_len
+
+    indent = len(text.plain) - len(text.plain.lstrip(" "))
+    breaks, column = [], indent
+    for word in re.finditer(r"\S+\s*", text.plain):
+        # A word that is longer than a line, such as a path, stays whole: it can still be copied.
+        if column + cell_len(word[0].rstrip()) > console.width and column > indent + 2:
+            breaks.append(word.start())
+            column = indent + 2
+        column += cell_len(word[0])
+    for number, line in enumerate(text.divide(breaks)):
+        line.rstrip()
+        line.pad_left(indent + 2 if number else 0)
+        console.print(line)
 
 
 def heading(text: str) -> None:
@@ -148,7 +193,7 @@ def warn(text: str) -> None:
     """Say what was not honoured, dropped or surprising (stderr); never silenced."""
     from rich.text import Text
 
-    _rich("stderr").print(Text.assemble(("warning: ", "yellow"), text))
+    _say(Text.assemble(("warning: ", "yellow"), text))
 
 
 def failure(what: str, remedy: str) -> None:
@@ -273,6 +318,10 @@ def progress(
         redirect_stdout=sys.stdout.isatty(),
     )
     with live:
+        _state.bar_covers_stdout = sys.stdout.isatty()
         bar._live, bar._task = live, live.add_task(description, total=total, status="")
         live.update(bar._task, completed=done)
-        yield bar
+        try:
+            yield bar
+        finally:
+            _state.bar_covers_stdout = False
