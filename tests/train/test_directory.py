@@ -55,6 +55,7 @@ def test_a_finished_run_is_refused(tmp_path: Path) -> None:
     assert list(artifact.read_manifest(run.path, "run").files) == ["model/config.json"]
     with pytest.raises(ArtifactError, match="holds a finished run"):
         opened(tmp_path / "run")
+    assert not (run.path / ".lock").exists()
     assert opened(tmp_path / "run", overwrite=True).plan is None
 
 

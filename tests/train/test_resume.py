@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_runs import Process, Stop, events, pretrain_settings, run, steps, weights, write_corpus
+
+from onecard.train import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,7 @@ def test_after_a_signal(undisturbed: Path, tiny_tokenizer_directory: Path, tmp_p
         Stop("update", 8, signal.SIGKILL),
         Stop("save", 9, signal.SIGKILL),
         Stop("saved", 12, signal.SIGKILL),  # trained to the end, no model yet
+        Stop("model", 12, signal.SIGKILL),  # model half written
         Stop("finish", 12, signal.SIGKILL),  # model written, manifest missing
     ],
     ids=str,
@@ -87,4 +93,54 @@ def test_after_kills_at_random_times(undisturbed: Path, tiny_tokenizer_directory
             break
     if not (tmp_path / "run" / "onecard.json").exists():
         assert run("pretrain", settings)[0] == 0
+    assert_same_end(undisturbed, tmp_path / "run")
+
+
+def _mounted(folder: Path, options: str) -> bool:
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return mount is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def small_disk(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for two checkpoints at most."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    checkpoint_files = next((undisturbed / "run" / "checkpoints").iterdir()).iterdir()
+    if not _mounted(folder, f"size={sum(file.stat().st_size for file in checkpoint_files) * 5 // 2}"):
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_with_what_and_what_to_do(
+    undisturbed: Path, tiny_tokenizer_directory: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    settings = settings_beside(undisturbed, tiny_tokenizer_directory, small_disk / "run")
+    process = Process("pretrain", settings, errors=tmp_path / "stderr")
+    status, errors = process.wait()
+    assert status == 2
+    assert [line[:7] for line in errors.splitlines()] == ["error: ", "  fix: "], errors
+    assert "The disk is full" in errors and "Free some space" in errors
+    newest = checkpoint.newest_whole(small_disk / "run")
+    assert newest is not None and newest[0] in (3, 6, 9), errors
+    assert _mounted(small_disk, "remount,size=8m")
+    assert Process("pretrain", settings, errors=tmp_path / "stderr").wait()[0] == 0
+    assert_same_end(undisturbed, small_disk / "run")
+
+
+def test_a_damaged_newest_checkpoint_costs_only_its_updates(
+    undisturbed: Path, tiny_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    settings = settings_beside(undisturbed, tiny_tokenizer_directory, tmp_path / "run")
+    assert run("pretrain", settings, Stop("update", 11, signal.SIGKILL))[0] == -signal.SIGKILL
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000009").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    status, errors = run("pretrain", settings)
+    assert status == 0
+    assert "The checkpoint of update 9 is passed over" in errors
+    assert [row["step"] for row in events(tmp_path / "run", "resume")] == [6]
     assert_same_end(undisturbed, tmp_path / "run")

@@ -33,7 +33,7 @@ SIZE = "tiny"
 class Stop(NamedTuple):
     """Send `number` to the own process when update `step` (from 1) reaches `place`."""
 
-    place: str  # update, evaluate, save (before its manifest), saved, finish (before the run's manifest)
+    place: str  # update, evaluate, save (before its manifest), saved, model (likewise), finish (before the run's)
     step: int
     number: int
     times: int = 1
@@ -116,8 +116,12 @@ def _arm(stop: Stop) -> None:
         wrapped(loop.Loop, "evaluate", lambda self: self.step == at)
     elif stop.place == "save":
         wrapped(
-            artifact, "write_manifest", lambda directory, kind: kind == "checkpoint" and f"{at:08d}" in str(directory)
+            artifact,
+            "write_manifest",
+            lambda directory, kind, *_: kind == "checkpoint" and f"{at:08d}" in str(directory),
         )
+    elif stop.place == "model":
+        wrapped(artifact, "write_manifest", lambda directory, kind, *_: kind == "model")
     elif stop.place == "saved":
         wrapped(loop.Loop, "save", lambda self: self.step == at, after=True)
     else:
@@ -166,10 +170,12 @@ def _flag(key: str, value: Any) -> list[str]:
 class Process:
     """A run in a new process."""
 
-    def __init__(self, verb: str, settings: dict[str, Any], stop: Stop | None = None) -> None:
+    def __init__(
+        self, verb: str, settings: dict[str, Any], stop: Stop | None = None, *, errors: Path | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._errors = Path(settings["output"] + ".stderr")
+        self._errors = errors or Path(settings["output"] + ".stderr")
         self._errors.unlink(missing_ok=True)
         self.process = context.Process(target=_enter, args=(verb, settings, stop, str(self._errors)))
         self.process.start()

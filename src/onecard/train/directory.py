@@ -39,16 +39,16 @@ class RunDirectory:
         """
         if path.exists() and not _is_run(path):
             raise ArtifactError(f"{path} already exists and is not a run.", "Choose another --output.")
+        if (path / artifact.MANIFEST).exists() and not overwrite:
+            raise ArtifactError(
+                f"{path} holds a finished run.", "Choose another --output, or pass --overwrite to replace it."
+            )
         run = cls(path, fingerprint, settings)
         with artifact.disk_faults(path):
             path.mkdir(parents=True, exist_ok=True)
             run._lock_against_others()
             if overwrite:
                 run._clear()
-        if (path / artifact.MANIFEST).exists():
-            raise ArtifactError(
-                f"{path} holds a finished run.", "Choose another --output, or pass --overwrite to replace it."
-            )
         if (path / PLAN).exists():
             run._reopen()
         with artifact.disk_faults(path):

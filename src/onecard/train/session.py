@@ -305,6 +305,10 @@ def save_model(model: Any, tokenizer: Any, directory: Path, *, stop_ids: list[in
     with artifact.new_directory(directory, replace=True) as temporary:
         model.save_pretrained(str(temporary))
         save_tokenizer(tokenizer, temporary)
+        for file in temporary.glob(
+            "*.safetensors"
+        ):  # written for the owner alone; the other files are for whom umask says
+            file.chmod((temporary / "config.json").stat().st_mode)
         artifact.write_manifest(temporary, "model", settings={"parameters": sum(p.numel() for p in model.parameters())})
 
 
