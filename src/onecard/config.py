@@ -188,6 +188,10 @@ class PretrainConfig(TrainingConfig):
     tokenizer: Path = setting(Path("tokenizer"), "a tokenizer directory (from tokenizer train)")
     output: Path = setting(Path("pretrain"), "the run directory to write; the model lies in its model/")
     size: str = setting("auto", "a preset such as 4M or 26M; auto: the largest that learns enough in the time given")
+    start: Literal["auto", "random", "bigram"] = setting(
+        "auto",
+        "bigram: embeddings begin at the statistics of neighbouring tokens; auto takes it for small vocabularies",
+    )
     mix: dict[str, Annotated[float, Field(ge=0)]] = setting(
         {}, "passes over each source in an epoch (1 where not named), such as { poems = 2, news = 0.5 }"
     )

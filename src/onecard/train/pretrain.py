@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.model.load import load_tokenizer, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
+from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram
 from onecard.plan.speed import choose_size
 from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.directory import RunDirectory
@@ -50,15 +52,23 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
     _check_mix(store.sources, rows.per_source, weights)
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
     shape = _shape(config, run, store, vocabulary, precision.flops_per_second, precision.device, weights)
+    from_counts = _starts_from_counts(config, vocabulary)
+    if from_counts:
+        shape = replace(shape, tied=False)
 
     def build() -> Any:
         from transformers import LlamaForCausalLM
 
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         # Positions beyond a training row were never seen: the model is not promised to read further.
-        return LlamaForCausalLM(
-            llama_config(shape, vocabulary=vocabulary, max_positions=config.max_length, token_ids=ids)
-        )
+        settings = llama_config(shape, vocabulary=vocabulary, max_positions=config.max_length, token_ids=ids)
+        model = LlamaForCausalLM(settings)
+        if from_counts:
+            console.note("  counting which token follows which, and starting the model from that")
+            counts = bigram_counts(store, weights, vocabulary=vocabulary).to(precision.device)
+            start = fit_bigram(counts, shape.width, seed=config.seed, epsilon=settings.rms_norm_eps)
+            apply_start(model, start)
+        return model
 
     return train(
         Task(
@@ -74,9 +84,20 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
             defaults=_defaults(shape),
             parents=[config.corpus, config.tokenizer],
             sample_prompts=_prompts(config.corpus, tokenizer),
-            facts={"size": shape.name},
+            facts={"size": shape.name, "start": "bigram" if from_counts else "random"},
         )
     )
+
+
+def _starts_from_counts(config: PretrainConfig, vocabulary: int) -> bool:
+    """Whether the model starts at token statistics; ConfigError where that is asked for and cannot be."""
+    fits = vocabulary <= LARGEST_VOCABULARY
+    if config.start == "bigram" and not fits:
+        raise ConfigError(
+            f"start = bigram needs a vocabulary of at most {LARGEST_VOCABULARY:,}; this tokenizer has {vocabulary:,}.",
+            "Set start = random, or train a smaller tokenizer.",
+        )
+    return fits and config.start != "random"
 
 
 def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) -> None:
