@@ -102,7 +102,9 @@ def _write(text: str) -> None:
 def result(text: str = "") -> None:
     """Print one line (or block) of what the user asked for; plain text, no markup."""
     if not _state.json:
-        _rich("stdout").print(text, markup=False)
+        from rich.text import Text
+
+        _say("stdout", Text(text), hanging=0)
 
 
 def result_fragment(text: str) -> None:
@@ -158,28 +160,33 @@ def note(text: str) -> None:
     if not _state.quiet:
         from rich.text import Text
 
-        _say(Text(text))
+        _say("stderr", Text(text))
 
 
-def _say(text: Text) -> None:
-    """Print a message; on a terminal too narrow for it, broken between words, the further lines set in."""
-    console = _rich("stderr")
-    if not console.is_terminal or text.cell_len <= console.width:
-        console.print(text)
-        return
+def _say(stream: str, text: Text, hanging: int = 2) -> None:
+    """Print lines; on a terminal too narrow for one, break it between words and set the further parts in."""
+    console = _rich(stream)
+    for line in text.split("\n", allow_blank=True):
+        if console.is_terminal and line.cell_len > console.width:
+            _print_broken(console, line, hanging)
+        else:
+            console.print(line)
+
+
+def _print_broken(console: RichConsole, text: Text, hanging: int) -> None:
     from rich.cells import cell_len
 
     indent = len(text.plain) - len(text.plain.lstrip(" "))
     breaks, column = [], indent
     for word in re.finditer(r"\S+\s*", text.plain):
         # A word that is longer than a line, such as a path, stays whole: it can still be copied.
-        if column + cell_len(word[0].rstrip()) > console.width and column > indent + 2:
+        if column + cell_len(word[0].rstrip()) > console.width and column > indent + hanging:
             breaks.append(word.start())
-            column = indent + 2
+            column = indent + hanging
         column += cell_len(word[0])
     for number, line in enumerate(text.divide(breaks)):
         line.rstrip()
-        line.pad_left(indent + 2 if number else 0)
+        line.pad_left(indent + hanging if number else 0)
         console.print(line)
 
 
@@ -193,7 +200,7 @@ def warn(text: str) -> None:
     """Say what was not honoured, dropped or surprising (stderr); never silenced."""
     from rich.text import Text
 
-    _say(Text.assemble(("warning: ", "yellow"), text))
+    _say("stderr", Text.assemble(("warning: ", "yellow"), text))
 
 
 def failure(what: str, remedy: str) -> None:

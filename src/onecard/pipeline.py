@@ -277,7 +277,12 @@ class _Walk:
             console.result(f"  A: {answer['text']}  [{answer['finish_reason']}]")
         self._remember(ASK, {"key": key, "answers": answers})
         self.results[ASK] = answers
-        self._row(ASK, "skipped" if skipped else "done", time.monotonic() - started, f"{len(answers)} answers")
+        self._row(
+            ASK,
+            "skipped" if skipped else "done",
+            time.monotonic() - started,
+            f"{len(answers)} answer{'' if len(answers) == 1 else 's'}",
+        )
 
     def _ask(self, config: AskConfig, directory: Path) -> list[dict[str, Any]]:
         from onecard.config import ServeConfig
