@@ -205,14 +205,14 @@ def test_samples_answer_and_stop(tmp_path: Path, tiny_model_directory: Path) -> 
     """Overfitted on one answer, the sample is that answer: it ends by itself at the end of the turn."""
     rows = [{"prompt": "Who?", "completion": "You."}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tuned(tmp_path, tiny_model_directory, held_out=0.0, max_steps=60, evaluate_every=60)
+    tuned(tmp_path, tiny_model_directory, held_out=0.0, max_steps=60, evaluate_every=60, save_every=60)
     last = lines(tmp_path / "run" / "samples.jsonl")[-1]
     assert last["text"] == "You."
 
 
 @pytest.mark.parametrize(
     "stop",
-    [Stop("update", 3, signal.SIGTERM), Stop("update", 3, signal.SIGKILL), Stop("finish", 6, signal.SIGKILL)],
+    [Stop("update", 3, signal.SIGTERM), Stop("finish", 6, signal.SIGKILL)],
     ids=str,
 )
 def test_a_stopped_run_ends_like_one_that_was_not(tmp_path: Path, tiny_model_directory: Path, stop: Stop) -> None:
