@@ -1,4 +1,4 @@
-"""`make bench-gpu`: on a CUDA card, correctness of the packed attention and the loss against fp64, then tokens a second.
+"""`make bench-gpu`: packed attention and loss against fp64 on a CUDA card, then tokens a second.
 
 Prints one JSON document and writes benchmarks/gpu.json, so that whoever has a card can send one file. On a machine
 without a card it says so and ends with status 3.

@@ -51,13 +51,14 @@ def dense(pairs: int) -> list[str]:
     for engine, rows in found.items():
         lines.append(
             f"| {engine} | {_median(rows, 'tokens_per_second'):,.0f} | {_median(rows, 'share_of_product_rate'):.0%} "
-            f"| {_median(rows, 'peak_bytes') / 2**30:.2f} GiB | {_median(rows, 'product_flops_per_second') / 1e9:,.0f} GFLOP/s |"
+            f"| {_median(rows, 'peak_bytes') / 2**30:.2f} GiB "
+            f"| {_median(rows, 'product_flops_per_second') / 1e9:,.0f} GFLOP/s |"
         )
     if len(engines) == 2:
         ratio = _median(found["onecard"], "tokens_per_second") / _median(found["trainer"], "tokens_per_second")
         lines += ["", f"onecard is {ratio:.2f} times as fast as the Trainer."]
     else:
-        lines += ["", "The Trainer is left out: accelerate is not installed (pip install 'onecard[bench]')."]
+        lines += ["", "The Trainer is left out: accelerate is not installed (pip install -e '.[bench]')."]
     return lines
 
 

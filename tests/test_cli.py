@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -298,3 +299,19 @@ def test_a_corpus_of_another_version_is_named(place: Path, capsys: Capture, corp
     assert "format 2" in what
     assert "reads format 1" in what
     assert "0.1.0" in remedy
+
+
+def test_a_program_told_to_end_says_so_and_ends_with_130() -> None:
+    code = (
+        "import sys, time; from onecard import cli\n"
+        "def work(words):\n"
+        "    sys.stderr.write('working\\n'); sys.stderr.flush(); time.sleep(60)\n"
+        "cli._run = work; sys.exit(cli.main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "working\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "Interrupted." in said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -80,6 +81,8 @@ def _find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status (see the contracts in docs/en/architecture.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        _end_like_interrupts()
     # Nothing is fetched at run time: the hub client is told so before it can be imported.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -102,6 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _fail(mendable, debug="--debug" in words)
     console.flush()
     return status
+
+
+def _end_like_interrupts() -> None:
+    """A program told to end, or whose terminal was closed, ends as after Ctrl-C: by its own words, with status 130."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # one that is ignored (nohup) stays ignored
+            signal.signal(number, signal.default_int_handler)
 
 
 def _run(words: Sequence[str]) -> int:

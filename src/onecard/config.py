@@ -164,9 +164,9 @@ class TrainingConfig(Verb):
     learning_rate: PositiveNumber | Auto = setting("auto", "peak learning rate (of AdamW; see muon_learning_rate)")
     muon_learning_rate: PositiveNumber | Auto = setting("auto", "peak learning rate of the matrices under muon")
     weight_decay: float = setting(0.1, "decoupled weight decay, on matrices only: never on norms and biases", ge=0)
-    warmup_ratio: Fraction = setting(0.03, "share of the updates in which the learning rate rises")
+    warmup_ratio: Fraction = setting(0.05, "share of the updates in which the learning rate rises")
     schedule: Literal["cosine", "wsd"] = setting("wsd", "wsd: warm-up, stable, then linear decay over decay_ratio")
-    decay_ratio: Fraction = setting(0.4, "share of the updates in which wsd decays")
+    decay_ratio: Fraction = setting(0.6, "share of the updates in which wsd decays")
     final_learning_rate_ratio: Fraction = setting(0.0, "learning rate at the end as a share of the peak")
     max_grad_norm: float = setting(1.0, "gradients of an update are clipped to this norm (0: never)", ge=0)
     precision: Literal["auto", "fp32", "bf16"] = setting(

@@ -285,6 +285,11 @@ def test_the_verdict_on_xz(model: dict[str, float], xz: dict[str, float], expect
     assert verdict({"model": model}, xz) == [f"The model is {expected}."]
 
 
+def test_the_verdict_names_the_base_beside_xz_too() -> None:
+    bits = {"base": {"zh": 2.1, "all": 2.1}, "model": {"zh": 2.6, "all": 2.6}}
+    assert verdict(bits, {"zh": 2.5})[:2] == ["The base is better than xz in zh.", "The model is worse than xz in zh."]
+
+
 def test_the_verdict_on_the_base() -> None:
     bits = {"base": {"zh": 2.0, "en": 2.0, "all": 2.0}, "model": {"zh": 1.5, "en": 2.1, "all": 1.8}}
     expected = "Against the base: zh is 25.0% better; en is 5.0% worse (so much was forgotten)."

@@ -24,12 +24,14 @@ def verdict(bits: Mapping[str, Bits], xz: Bits) -> list[str]:
     """Sentences that say what the numbers mean; `bits` by model and language, `xz` by language."""
     if "model" not in bits:
         return []
-    model = {language: value for language, value in bits["model"].items() if language != "all"}
     sentences = []
-    compared = [language for language in model if language in xz]
-    if compared:
-        better = [language for language in compared if model[language] < xz[language]]
-        sentences.append(f"The model is {_where_better(better, compared)}.")
+    for name in ("base", "model"):
+        languages = {language: value for language, value in bits.get(name, {}).items() if language != "all"}
+        compared = [language for language in languages if language in xz]
+        if compared:
+            better = [language for language in compared if languages[language] < xz[language]]
+            sentences.append(f"The {name} is {_where_better(better, compared)}.")
+    model = {language: value for language, value in bits["model"].items() if language != "all"}
     if "base" in bits:
         parts = [_change(language, model[language], bits["base"][language]) for language in model]
         sentences.append(f"Against the base: {'; '.join(parts)}.")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from onecard.config import nearest
 from onecard.errors import ConfigError
 
 
@@ -66,8 +65,7 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """The preset of that name; ConfigError names the nearest."""
     if name not in PRESETS:
-        hint = nearest(name, PRESETS).strip()
-        raise ConfigError(f"There is no model size {name}.", hint or f"One of: {', '.join(PRESETS)}.")
+        raise ConfigError(f"There is no model size {name}.", f"One of: {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 

@@ -89,7 +89,10 @@ def fit_bigram(counts_VV: Tensor, width: int, *, seed: int, epsilon: float) -> B
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, rise, fall)
         loss = _set_gradients(tables[0], tables[1], target_VV, share_V1, epsilon)
         optimizer.step()
-    return BigramStart(tables[0], tables[1], loss)
+    # Only the direction of an embedding matters here. Its size decides how much a layer's first steps change it: at 1,
+    # what the layers add is small beside it until it is useful.
+    normalised_VD = tables[0] * torch.rsqrt(tables[0].pow(2).mean(1, keepdim=True) + epsilon)
+    return BigramStart(normalised_VD, tables[1], loss)
 
 
 def _set_gradients(embedding_VD: Tensor, head_VD: Tensor, target_VV: Tensor, share_V1: Tensor, epsilon: float) -> float:
@@ -103,8 +106,8 @@ def _set_gradients(embedding_VD: Tensor, head_VD: Tensor, target_VV: Tensor, sha
     grad_head_VD = torch.zeros_like(head_VD)
     grad_normalised_VD = torch.empty_like(embedding_VD)
     loss = 0.0
-    for rows in torch.arange(embedding_VD.shape[0], device=embedding_VD.device).split(CHUNK_CONTEXTS):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    for begin in range(0, embedding_VD.shape[0], CHUNK_CONTEXTS):
+        part = slice(begin, begin + CHUNK_CONTEXTS)
         logits_CV = normalised_VD[part] @ head_VD.T
         logits_CV -= torch.logsumexp(logits_CV, dim=1, keepdim=True)
         loss -= float(torch.dot(logits_CV.flatten(), target_VV[part].flatten()))

@@ -15,7 +15,7 @@ MOST_EPOCHS = 4.0
 # A model is worth its size when it sees at least this many tokens for each parameter of its layers. Far below the
 # 20 of Hoffmann et al. 2022, because a run of minutes on a small corpus is measured at its end, not at its optimum:
 # benchmarks/RESULTS.md has the runs behind it.
-LEAST_TOKENS_PER_PARAMETER = 0.25
+LEAST_TOKENS_PER_PARAMETER = 0.2
 
 
 def choose_size(

@@ -93,8 +93,8 @@ def _check_length(config: FinetuneConfig, base_config: dict[str, Any]) -> None:
 def _defaults(width: int) -> Defaults:
     """Small models of one's own learn chats fast and high; large open ones are moved gently."""
     return Defaults(
-        learning_rate=min(1e-3, 2e-5 * 2048 / width) if width > 512 else 1e-3,
-        muon_learning_rate=0.005,
+        learning_rate=2e-3 if width <= 512 else min(1e-3, 2e-5 * 2048 / width),
+        muon_learning_rate=0.015,
         num_epochs=3.0,
         optimizer="muon" if width <= 512 else "adamw",
         update_tokens=2048 if width <= 256 else 8192,

@@ -81,7 +81,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
             rows=rows,
             held_out=None if held_out is None else StreamRows(held_out, config.max_length),
             weights=weights,
-            defaults=_defaults(shape),
+            defaults=_defaults(shape, from_counts=from_counts),
             parents=[config.corpus, config.tokenizer],
             sample_prompts=_prompts(config.corpus, tokenizer),
             facts={"size": shape.name, "start": "bigram" if from_counts else "random"},
@@ -184,11 +184,15 @@ def _shape(
     )
 
 
-def _defaults(shape: Preset) -> Defaults:
-    """Learning rates by width: AdamW's falls with it (Yang et al. 2022), Muon's step is normalised and does not."""
+def _defaults(shape: Preset, *, from_counts: bool) -> Defaults:
+    """Learning rates by width: AdamW's falls with it (Yang et al. 2022), Muon's step is normalised and does not.
+
+    A model that starts at token statistics is moved gently: its embeddings are nearly right already.
+    """
+    gentle = 0.125 if from_counts else 1.0
     return Defaults(
-        learning_rate=4e-3 * 256 / shape.width,
-        muon_learning_rate=0.02,
+        learning_rate=gentle * 4e-3 * 256 / shape.width,
+        muon_learning_rate=0.015 if from_counts else 0.02,
         num_epochs=4.0,
         optimizer="muon",
         update_tokens=4096 if shape.width <= 256 else 16384 if shape.width <= 512 else 131072,

@@ -153,7 +153,7 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
     if config.time_limit_minutes is not None and config.max_steps == "auto":
         fitting = updates_in_time(config.time_limit_minutes * 60, seconds, evaluation_share=EVALUATION_SHARE)
         steps = min(steps, fitting)
-    every = config.evaluate_every if config.evaluate_every != "auto" else max(1, -(-steps // 8))
+    every = config.evaluate_every if config.evaluate_every != "auto" else max(1, -(-steps // 6))
     save = config.save_every if config.save_every != "auto" else max(1, min(steps, round(60 / seconds)))
     return plan | {
         "max_steps": steps,
@@ -211,7 +211,7 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
     muon_dtype = torch.bfloat16 if plan["precision"] == "bf16" else torch.float32
     held_out = None
     if task.held_out is not None:
-        held_out = (task.held_out, _spread(task.held_out.per_source, limit=max(8, plan["max_steps"] // 10)))
+        held_out = (task.held_out, _spread(task.held_out.per_source, limit=max(4, plan["max_steps"] // 20)))
     sample = None
     if task.sample_prompts:
         from onecard.train.samples import continuation_sampler
