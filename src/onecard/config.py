@@ -8,6 +8,7 @@ Importing this module imports pydantic and nothing heavier.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -380,7 +381,7 @@ def relative_to(base: Path, kind: type[Settings], values: Mapping[str, Any]) -> 
     def placed(path: Any) -> Any:
         if not isinstance(path, str) or path.startswith("package:") or path in ("", NONE):
             return path
-        return str(base / Path(path).expanduser())
+        return os.path.normpath(base / Path(path).expanduser())
 
     def placed_source(item: Any) -> Any:
         return {**item, "path": placed(item["path"])} if isinstance(item, dict) and "path" in item else placed(item)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
 import time
 import tomllib
@@ -87,7 +88,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     _check_names(config.recipe, recipe)
     recipe = _with_overrides(recipe, config.set)
     base = config.recipe.parent
-    output = config.output or base / Path(recipe.get("output", f"runs/{config.recipe.stem}")).expanduser()
+    named = base / Path(recipe.get("output", f"runs/{config.recipe.stem}")).expanduser()
+    output = config.output or Path(os.path.normpath(named))
     walk = _Walk(config.recipe, recipe, base, output)
     started = time.monotonic()
     # Every stage's settings are read before the first stage works: a typing error is found at once.
