@@ -87,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Compiled code is kept where only its owner writes; torch would take a folder of a known name in /tmp, and does so
+    # as soon as it is imported.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (pathlib is not imported yet)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(cache, "onecard", "inductor"))  # noqa: PTH118
     console.configure(json_output="--json" in words, quiet="--quiet" in words)
     try:
         status = _run(words)

@@ -232,6 +232,21 @@ def test_a_corpus_without_held_out_text_is_refused(tiny_model_directory: Path, t
     refused(ArtifactError, "no held-out text", tmp_path, model=tiny_model_directory, corpus=tmp_path / "corpus")
 
 
+def test_without_held_out_text_the_questions_are_still_asked(tiny_model_directory: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus", [Document("1", ZH[0], "s", "zh")])
+    (tmp_path / "chats.jsonl").write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8")
+    config = EvaluateConfig(
+        model=tiny_model_directory,
+        corpus=tmp_path / "corpus",
+        questions=[{"path": str(tmp_path / "chats.jsonl")}],
+        max_new_tokens=2,
+        output=tmp_path / "out",
+    )
+    result = evaluate(config)
+    assert result["asked"] == 1
+    assert result["xz"] == {}
+
+
 def test_missing_inputs_are_refused(tiny_model_directory: Path, corpus: Path, tmp_path: Path) -> None:
     refused(ArtifactError, "no model at", tmp_path, model=tmp_path / "nothing", corpus=corpus)
     refused(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onecard import artifact
 from onecard.config import ChatConfig
+from onecard.model.load import load_tokenizer
 from onecard.serve import chat as chat_module
 from onecard.serve.chat import chat
 from onecard.serve.requests import FinishEvent, TokenEvent
+from onecard.tokenizer.template import encode_prompt
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, model: Path, text: str | bytes, **settings: Any) -> list[dict[str, Any]]:
@@ -99,3 +103,25 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     assert answers[0]["finish_reason"] == "abort"
     assert answers[0]["completion_tokens"] < 200
     assert answers[1]["question"] == "dog"
+
+
+def test_a_model_that_saw_no_chat_continues_what_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "pretrain"
+    shutil.copytree(tiny_model_directory, run / "model")
+    artifact.write_manifest(run, "run", settings={"plan": {"verb": "pretrain"}})
+    seen: list[list[int]] = []
+    original = chat_module._Chat._answer
+
+    def spy(self: Any, ids: list[int]) -> Any:
+        seen.append(ids)
+        return original(self, ids)
+
+    monkeypatch.setattr(chat_module._Chat, "_answer", spy)
+    talk(monkeypatch, run, "fox\n")
+    assert seen == [encode_prompt(load_tokenizer(run), "fox")]
+    assert "continues what you write" in capsys.readouterr().err

@@ -185,6 +185,9 @@ def test_a_foreign_host_is_refused_while_only_this_machine_is_served(scripted: C
     assert send(chat_body(), Host="notlocalhost:80")[0].status_code == 403
     assert send(chat_body(), Host="127.0.0.1:8000")[0].status_code == 200
     assert send(chat_body(), Host="[::1]:8000")[0].status_code == 200
+    for origin in ("http://evil.example", "http://localhost.evil.example:8000", "null"):
+        assert send(chat_body(), Origin=origin)[0].status_code == 403
+    assert send(chat_body(), Origin="http://localhost:8000")[0].status_code == 200
 
 
 # --- OpenAI's client against a real server ------------------------------------------------------------------------

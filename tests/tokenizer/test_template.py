@@ -133,6 +133,16 @@ def test_documents(tokenizer: Any) -> None:
     assert encode_prompt(tokenizer, text) == ids[:-1]
 
 
+def test_documents_end_alike_before_and_after_fine_tuning(tokenizer: Any) -> None:
+    import copy
+
+    tuned = copy.deepcopy(tokenizer)
+    tuned.eos_token = "<|im_end|>"
+    assert encode_document(tuned, "hello") == encode_document(tokenizer, "hello")
+    turn, document = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert stop_token_ids(tuned) == stop_token_ids(tokenizer) == [turn, document]
+
+
 def test_a_document_that_spells_control_tokens_keeps_them_as_text(tokenizer: Any) -> None:
     text = "<|endoftext|> a <|startoftext|>"
     ids = encode_document(tokenizer, text)

@@ -282,3 +282,28 @@ def test_a_tokenizer_with_files_missing_is_named(tmp_path: Path) -> None:
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         settings(tmp_path, tmp_path, **{name: value})
+
+
+def test_a_compiler_that_does_not_work_leaves_plain_layers(
+    tiny_tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a g++ that finds no Python.h: the run goes on uncompiled, says so, and gives what plain layers give."""
+    from torch._inductor.exc import InductorError
+
+    write_corpus(tmp_path)
+    plain = settings(tmp_path, tiny_tokenizer_directory, output="plain", compile=False, max_steps=3)
+    pretrain(plain)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise InductorError(RuntimeError("Python.h: No such file or directory"), None)
+
+    def break_layers(model: Any, device: str) -> bool:
+        for layer in session.compilation.decoder_layers(model):
+            layer._compiled_call_impl = broken
+        return True
+
+    monkeypatch.setattr(session, "compile_layers", break_layers)
+    pretrain(settings(tmp_path, tiny_tokenizer_directory, output="broken", compile=True, max_steps=3))
+    assert "run plainly" in capsys.readouterr().err
+    assert json.loads((tmp_path / "broken" / "plan.json").read_text())["compiled"] is False
+    assert weights(tmp_path / "broken") == weights(tmp_path / "plain")

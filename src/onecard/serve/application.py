@@ -158,19 +158,26 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 class _LocalNames:
-    """Refuses a Host that is not this machine: a web page cannot reach the model by pointing its own name here."""
+    """Refuses a Host or an Origin that is not this machine.
+
+    So a web page can neither reach the model by pointing its own name here nor keep it busy with blind requests.
+    """
 
     def __init__(self, app: Any, *, active: bool) -> None:
         self._app, self._active = app, active
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._active and scope["type"] == "http":
-            spelled = Request(scope).headers.get("host", "localhost")  # HTTP/1.0 may leave it out
-            host = spelled if spelled.endswith("]") else spelled.rsplit(":", 1)[0]
-            if not (host.endswith(".localhost") or is_loopback(host)):
-                fault = ApiError(403, f"The Host {host!r} is not this machine.", code="foreign_host")
-                await JSONResponse(fault.body(), fault.status)(scope, receive, send)
-                return
+            headers = Request(scope).headers
+            places = {"Host": headers.get("host", "localhost")}  # HTTP/1.0 may leave it out
+            if "origin" in headers:
+                places["Origin"] = headers["origin"].partition("://")[2] or headers["origin"]
+            for name, spelled in places.items():
+                host = spelled if spelled.endswith("]") else spelled.rsplit(":", 1)[0]
+                if not (host.endswith(".localhost") or is_loopback(host)):
+                    fault = ApiError(403, f"The {name} {host!r} is not this machine.", code="foreign_host")
+                    await JSONResponse(fault.body(), fault.status)(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
 

@@ -12,15 +12,16 @@ import re
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onecard import console
+from onecard import artifact, console
 from onecard.config import ChatConfig
-from onecard.errors import OnecardError
+from onecard.errors import ArtifactError, OnecardError
 from onecard.serve.engine import Engine, open_engine
 from onecard.serve.requests import FinishEvent, GenerationParameters, Handle
 from onecard.serve.sampling import SamplingParameters
-from onecard.tokenizer.template import encode_chat
+from onecard.tokenizer.template import encode_chat, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +50,15 @@ class _Conversation:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
 
+def only_continues(path: Path) -> bool:
+    """Whether the model is one that `onecard pretrain` left: it has a chat template and has never seen a chat."""
+    try:
+        plan = artifact.read_manifest(path, "run").settings.get("plan", {})
+    except ArtifactError:
+        return False
+    return bool(plan.get("verb") == "pretrain")
+
+
 class _Chat:
     """One session at the terminal or on a pipe."""
 
@@ -56,10 +66,13 @@ class _Chat:
         self._config, self._engine, self._tokenizer = config, engine, tokenizer
         self._conversation = _Conversation(config.system)
         self._interactive, self._to_terminal = sys.stdin.isatty(), sys.stdout.isatty()
+        self._continues = only_continues(config.model)
         self.answers: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Read lines until the end of input, /exit, or Ctrl-C at the prompt."""
+        if self._continues:
+            console.note("This model was not fine-tuned on chats: it continues what you write.")
         if self._interactive:
             console.note("Ask something. /help lists the commands; Ctrl-D leaves.")
         while True:
@@ -148,6 +161,8 @@ class _Chat:
         """Token ids of the conversation, shortened from its oldest turns until an answer has room."""
         turns, length = self._conversation.turns, self._engine.max_length
         room = min(self._config.max_new_tokens, max(length // 4, 1))
+        if self._continues:
+            return encode_prompt(self._tokenizer, turns[-1]["content"])[-(length - room) :]
         dropped = 0
         while True:
             messages = self._conversation.messages()

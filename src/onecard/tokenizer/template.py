@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from onecard.errors import ConfigError, DataError
 from onecard.tokenizer.encoding import Encoder, encoder_of
 from onecard.tokenizer.messages import Messages, Tools, map_strings, normalise, well_formed, with_arguments
+from onecard.tokenizer.special import END_OF_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -90,7 +91,7 @@ def encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> list[list[int]]:
     """`encode_document` of many texts, on all processors."""
     encoded = encoder_of(tokenizer).plain.encode_batch_fast([well_formed(t) for t in texts], add_special_tokens=False)
-    begin, end = _begin(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    begin, end = _begin(tokenizer), _document_end(tokenizer)
     return [begin + item.ids + end for item in encoded]
 
 
@@ -110,9 +111,21 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
             chat = EncodedChat([], [])
         control = set(encoder_of(tokenizer).control.values())
         found += [index for index, own in zip(chat.ids, chat.assistant_mask) if own and index in control][:1]
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in found:
-        found.append(tokenizer.eos_token_id)
+    for index in (*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *_document_end(tokenizer)):
+        if index not in found:
+            found.append(index)
     return found
+
+
+def _document_end(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """What ends a document: END_OF_TEXT where the tokenizer has it as a control token, else EOS.
+
+    Fine-tuning makes the end of a turn the EOS; a document still ends as it did when the model read documents.
+    """
+    own = encoder_of(tokenizer).control.get(END_OF_TEXT)
+    if own is not None:
+        return [own]
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _begin(tokenizer: PreTrainedTokenizerFast) -> list[int]:

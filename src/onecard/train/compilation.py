@@ -6,11 +6,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from onecard import console
+
+# What a layer raises at its first use when it cannot be compiled.
+FAILURES = (TorchDynamoException,)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -20,15 +23,22 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module, device: str) -> bool:
-    """Compile each layer in place; False (with a note) where no compiler is here. The cache is kept between runs."""
+    """Compile each layer in place at its first use; False (with a note) where no compiler is here.
+
+    A compiler that is here and does not work (no Python.h, say) is found at that first use: FAILURES, then `undo`.
+    """
     if device == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         console.note("  no C++ compiler found: layers run uncompiled (install g++ for more speed)")
         return False
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onecard" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     for layer in decoder_layers(model):
         layer.compile(dynamic=False)
     return True
+
+
+def undo(model: torch.nn.Module) -> None:
+    """Make the layers run plainly again."""
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from onecard.errors import ConfigError, Interrupted
 from onecard.model import attention
 from onecard.model.load import silence_transformers
 from onecard.plan.speed import updates_in_time
-from onecard.train import optimizers, report
+from onecard.train import compilation, optimizers, report
 from onecard.train.compilation import compile_layers
 from onecard.train.directory import RunDirectory
 from onecard.train.loop import Loop, LoopSettings
@@ -33,6 +33,8 @@ from onecard.train.schedule import Schedule
 _FREE = {"output", "overwrite", "keep_last", "log_every"}
 # Evaluations, samples and checkpoints, as a share of a timed run.
 EVALUATION_SHARE = 0.05
+# Below so many updates a model has hardly begun to learn, whatever its size.
+FEW_UPDATES = 50
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,16 @@ def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
     loop = _loop(task, model, plan)
     model.train()
     generator = torch.get_rng_state()
-    for index in range(2):
-        loop.update(index % loop.order.updates_per_epoch)
+    try:
+        loop.update(0)
+    except compilation.FAILURES as fault:
+        console.note(f"  layers cannot be compiled here and run plainly: {str(fault).strip().splitlines()[0]}")
+        console.note("  (on Linux: install g++ and the headers of Python, such as python3-dev, for more speed)")
+        compilation.undo(model)
+        model.zero_grad(set_to_none=True)
+        plan["compiled"] = False
+        loop.update(0)
+    loop.update(1 % loop.order.updates_per_epoch)
     times: list[float] = []
     started = time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - started < 5 and len(times) < 20):
@@ -277,6 +287,18 @@ def _say_plan(task: Task, plan: dict[str, Any]) -> None:
         f"{plan['precision']}, about {console.format_duration(plan['predicted_seconds'])} at "
         f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
     )
+    limit = task.config.time_limit_minutes
+    if limit is not None and plan["predicted_seconds"] < 0.8 * 60 * limit and task.config.max_steps == "auto":
+        console.note(
+            f"  the rows, not the time, decide: {plan['epochs']:.3g} passes over them take "
+            f"{console.format_duration(plan['predicted_seconds'])} of {limit:g} min. "
+            "More text (or num_epochs) would use the rest."
+        )
+    if plan["max_steps"] < FEW_UPDATES:
+        console.warn(
+            f"{plan['max_steps']} updates are very few: expect a model that has learned little. "
+            "More text, more time or more epochs help."
+        )
 
 
 # --- the end ------------------------------------------------------------------------------------------------------
