@@ -142,6 +142,21 @@ def test_unicode_line_separators_do_not_split_records(tmp_path: Path) -> None:
         ('[\n {"a": 1},\n {"a": 2}\n]\n', [({"a": 1}, 2), ({"a": 2}, 3)]),
         ('{"version": [1, 2], "data":\n[{"a": "]"},\n{"a": 2}]}', [({"a": "]"}, 2), ({"a": 2}, 3)]),
         ('{"text": "one row", "tags": ["x", "y"]}', [({"text": "one row", "tags": ["x", "y"]}, 1)]),
+        (
+            '{"Title": "t", "Body": "long", "comments": [{"body": "a"}, {"body": "b"}]}',
+            [({"Title": "t", "Body": "long", "comments": [{"body": "a"}, {"body": "b"}]}, 1)],
+        ),
+        (
+            '{"id": 1, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}',
+            [({"id": 1, "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, 1)],
+        ),
+        (
+            '{"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}',
+            [({"id": 1, "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, 1)],
+        ),
+        ('{"conversations": [{"messages": []}, {"a": 2}]}', [({"messages": []}, 1), ({"a": 2}, 1)]),
+        ('{"content": " ", "data": [{"a": 1}, {"a": 2}]}', [({"a": 1}, 1), ({"a": 2}, 1)]),
+        ('{"messages": [{"from": "me", "text": "hello"}]}', [({"from": "me", "text": "hello"}, 1)]),
         ('{"a": 1}\n{"a": 2}\n', [({"a": 1}, 1), ({"a": 2}, 2)]),
         ("[]", []),
     ],
@@ -152,6 +167,13 @@ def test_json_documents(tmp_path: Path, content: str, expected: list[tuple[dict[
     rows, rejected = read(path)
     assert rejected == []
     assert [(row.values, row.line) for row in rows] == expected
+
+
+def test_an_object_with_damaged_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'{"text": "' + "这是一个好的句子，我们都知道".encode() * 3 + b'\xff"}')
+    rows, rejected = read(path)
+    assert (rows, [item.reason for item in rejected]) == ([], ["undecodable_bytes"])
 
 
 def test_a_json_list_that_breaks_off_gives_the_rows_before(tmp_path: Path) -> None:

@@ -12,14 +12,10 @@ from typing import Any
 
 from onecard.config import Source
 from onecard.data.records import Rejection, Row, read_rows, refuse
+from onecard.data.fields import TEXT_FIELDS, as_text
 from onecard.data.sources import name_in_source
 from onecard.errors import DataError
 
-# Looked for in this order; names are compared without case.
-TEXT_FIELDS = (
-    "text", "content", "body", "document", "article", "passage", "paragraph", "story", "正文", "内容", "文本", "文章",
-    "output", "response", "answer", "completion", "sentence", "review", "text_a", "conversations",
-)  # fmt: skip
 _ROWS_BEFORE_GIVING_UP = 100
 
 
@@ -88,17 +84,9 @@ class _FieldFinder:
 
 def _text_of(values: dict[str, Any], field: str) -> str | None:
     if field != "auto":
-        return _as_text(values.get(field))
+        return as_text(values.get(field))
     by_name = {str(key).strip().lower(): value for key, value in values.items()}
-    return next((text for name in TEXT_FIELDS if (text := _as_text(by_name.get(name))) is not None), None)
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        return "\n".join(value)
-    return None
+    return next((text for name in TEXT_FIELDS if (text := as_text(by_name.get(name))) is not None), None)
 
 
 def read_raw_documents(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[RawDocument]:

@@ -2,7 +2,7 @@
 
 In: a path of sources.py and, for text files, the rule that says what a document is. Out: a stream of Row and Rejection
 in the order of the file. Lines are counted from 1; a Parquet file has rows instead of lines. What rows mean (which
-field is the text, who speaks in a chat) is not known here.
+field is the text, who speaks in a chat) is not known here; fields.py says whether an object is a row at all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from onecard import console
 from onecard.data import encoding, sources
 from onecard.data.encoding import DAMAGED, TextFormat, strip_line_end
+from onecard.data.fields import is_row
 from onecard.data.rows import Item, Lines, Rejection, Row
 from onecard.data.tables import read_parquet, read_table
 
@@ -187,7 +188,7 @@ def _read_json_lines(file: str, lines: Lines) -> Iterator[Item]:
 
 
 def _read_json(file: str, lines: Lines) -> Iterator[Item]:
-    """A list of strings or objects; an object that holds such a list; or JSON lines under the wrong suffix.
+    """A list of strings or objects; one row, or an object that holds such a list; or JSON lines under the wrong suffix.
 
     A list is taken element by element, so that a file that breaks off gives the rows before the break.
     """
@@ -204,8 +205,11 @@ def _read_json(file: str, lines: Lines) -> Iterator[Item]:
             return
         lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
         lists = lists or [key for key, item in value.items() if isinstance(item, list) and len(item) > 1]
-        if not lists or any(isinstance(value.get(key), str) for key in ("text", "instruction", "prompt", "content")):
-            yield _row_of(value, file, 1, whole)
+        if not lists or is_row(value):
+            if DAMAGED in whole:
+                yield Rejection("undecodable_bytes", file, 1, whole.replace(DAMAGED, "\ufffd"))
+            else:
+                yield _row_of(value, file, 1, whole)
             return
         longest = max(lists, key=lambda key: len(value[key]))
         start = _find_member(whole, start, longest)
