@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -170,6 +171,19 @@ def test_no_row_left_is_an_error_and_may_be_mended(tmp_path: Path, tiny_model_di
     with pytest.raises(DataError, match="All 12 rows are held out"):
         tuned(tmp_path, tiny_model_directory, held_out=1.0)
     assert tuned(tmp_path, tiny_model_directory, max_steps=1)["updates"] == 1
+
+
+def test_rejections_with_damage_and_odd_file_names_are_written(tmp_path: Path, tiny_model_directory: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    write_chats(folder / "a.jsonl")
+    (folder / os.fsdecode("对话.gif".encode("gbk"))).write_bytes(b"")
+    (folder / "b.json").write_bytes(b'{"prompt": "' + "这是一个好的句子，我们都知道".encode() * 3 + b'\xff"')
+    tuned(tmp_path, tiny_model_directory, sources=[str(folder)], max_steps=1)
+    rows = [json.loads(line) for line in (tmp_path / "run/rejected-00000.jsonl").read_text("utf-8").splitlines()]
+    assert [row["reason"] for row in rows] == ["bad_json", "unsupported_file"]
+    assert rows[0]["text"].endswith('知道\ufffd"')
+    assert rows[1]["file"].endswith("\ufffd.gif")
 
 
 def test_rows_longer_than_the_model_s_positions_are_refused(tmp_path: Path, tiny_model_directory: Path) -> None:

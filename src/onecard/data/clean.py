@@ -9,12 +9,11 @@ Out: documents-*.parquet, rejected-00000.jsonl (the start of each refused text),
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from onecard import artifact, console
 from onecard.config import CleanConfig, Source
@@ -23,6 +22,7 @@ from onecard.data.corpus import Document, write_documents
 from onecard.data.dedup import NearDuplicates, TextFile, digest
 from onecard.data.documents import RawDocument, read_raw_documents
 from onecard.data.records import Rejection
+from onecard.data.rows import RejectionWriter
 from onecard.data.sources import readable_label, source_files
 from onecard.data.split import held_out
 from onecard.errors import DataError
@@ -56,23 +56,22 @@ class _Tally:
 class _Aside:
     """Writes rejected-00000.jsonl and keeps count."""
 
-    def __init__(self, file: TextIO, tally: _Tally) -> None:
-        self._file = file
+    def __init__(self, writer: RejectionWriter, tally: _Tally) -> None:
+        self._writer = writer
         self._tally = tally
 
     def add(self, reason: str, source: str, file: str, line: int, name: str, detail: str, text: str) -> None:
         """Record one refused row or document."""
-        row = {
+        row: dict[str, Any] = {
             "reason": reason,
             "source": source,
             "file": file,
             "line": line,
             "id": name,
             "detail": detail,
-            # A row cut out of a damaged file may hold half a surrogate pair, which no JSON reader takes.
-            "text": text[:LONGEST_REJECTED_CHARACTERS].encode("utf-8", "replace").decode("utf-8"),
+            "text": text[:LONGEST_REJECTED_CHARACTERS],
         }
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        row = self._writer.add(row)
         self._tally.rejected[reason] += 1
         self._tally.rejected_by_source[source] += 1
         if len(self._tally.examples[reason]) < clean_report.EXAMPLES:
@@ -137,11 +136,9 @@ def clean(config: CleanConfig) -> dict[str, Any]:
         waiting = directory / ".texts"
         with (
             TextFile(waiting) as texts,
-            (directory / "rejected-00000.jsonl").open(
-                "w", encoding="utf-8", errors="surrogateescape", newline="\n"
-            ) as file,
+            RejectionWriter(directory / "rejected-00000.jsonl") as writer,
         ):
-            _clean_sources(config, sources, files, texts, _Aside(file, tally), tally)
+            _clean_sources(config, sources, files, texts, _Aside(writer, tally), tally)
             if not tally.kept:
                 raise _nothing_left(tally)
             by_source: dict[str, list[str]] = {source.name: [] for source in sources}

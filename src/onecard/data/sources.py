@@ -16,6 +16,7 @@ from typing import BinaryIO, cast
 
 from onecard.config import Source
 from onecard.errors import ConfigError, DataError
+from onecard.data.rows import encodable
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml")
 COMPRESSIONS = (".gz", ".zst", ".xz")
@@ -60,17 +61,12 @@ def name_in_source(source: Source, file: Path) -> str:
     if path.is_file():
         return readable_label(source)
     root = path if path.is_dir() else _fixed_part(path)
-    return _readable(f"{source.name or root.name}/{file.relative_to(root).as_posix()}")
+    return encodable(f"{source.name or root.name}/{file.relative_to(root).as_posix()}")
 
 
 def readable_label(source: Source) -> str:
     """What reports and documents call the source."""
-    return _readable(source.label)
-
-
-def _readable(name: str) -> str:
-    """A name that can be encoded, also where Python escaped the bytes of a path that the locale cannot express."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return encodable(source.label)
 
 
 def file_format(path: Path) -> str | None:

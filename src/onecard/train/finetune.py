@@ -16,6 +16,7 @@ from onecard.config import FinetuneConfig
 from onecard.data.chats import Chat, read_chats
 from onecard.data.packing import PackedRows
 from onecard.data.records import Rejection
+from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
@@ -133,12 +134,12 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
     """Encode every chat, put each into train or held_out by its first question, and say what became of the rows."""
     tally = _Tally()
     rejected = run.path / "rejected-00000.jsonl"
-    with artifact.disk_faults(rejected), rejected.open("w", encoding="utf-8") as rejections:
+    with artifact.disk_faults(rejected), RejectionWriter(rejected) as rejections:
 
         def reject(rejection: Rejection) -> None:
             tally.read += 1
             tally.dropped[rejection.reason] += 1
-            rejections.write(json.dumps(asdict(rejection), ensure_ascii=False) + "\n")
+            rejections.add(asdict(rejection))
 
         splits: dict[str, list[Encoded]] = {"train": [], "held_out": []}
         for chat in read_chats(config.sources, strict=config.strict, reject=reject):
