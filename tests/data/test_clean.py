@@ -156,6 +156,22 @@ def test_the_field_with_the_text(tmp_path: Path) -> None:
     assert run(tmp_path, write_rows(tmp_path / "b.jsonl", [{"title": "x", "Content": FIRST}]))["kept"] == 1
 
 
+def test_a_file_without_text_costs_only_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "labels.csv").write_text("id,label\n" + "1,a\n" * 150, encoding="utf-8")
+    (folder / "metadata.json").write_text('{"version": "1"}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"labels\.csv: a field with the text was not found.*id, label"):
+        run(tmp_path, folder)
+    capsys.readouterr()
+    write_rows(folder / "text.jsonl", [{"text": FIRST}])
+    answer = run(tmp_path, folder)
+    assert (answer["kept"], answer["rejected"]) == (1, {"missing_text": 151})
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("a field with the text was not found") == 2
+    assert "Its 150 rows are set aside as missing_text" in said
+
+
 def test_held_out_never_repeats_training_text(tmp_path: Path) -> None:
     rows = []
     for seed in range(60):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onecard import console
 from onecard.config import Source
-from onecard.data.records import Rejection, Row, read_rows, refuse
 from onecard.data.fields import TEXT_FIELDS, as_text
-from onecard.data.sources import name_in_source
+from onecard.data.records import Rejection, Row, read_rows, refuse
+from onecard.data.sources import name_in_source, source_files
 from onecard.errors import DataError
 
 _ROWS_BEFORE_GIVING_UP = 100
@@ -46,40 +47,51 @@ class _Names:
 
 
 class _FieldFinder:
-    """Finds the text in rows, and raises when a file never has any."""
+    """Finds the text in rows; warns of each file that has none, and raises if no file has."""
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, *, alone: bool) -> None:
         self._field = field
+        self._alone = alone
         self._file = ""
         self._rows = 0
-        self._found = False
+        self._found = self._found_before = False
         self._columns: dict[str, None] = {}
+        self._first_fault: DataError | None = None
 
     def text(self, row: Row) -> str | None:
         """The row's text, or None if it has none."""
         if row.file != self._file:
-            self.finish()
+            self._end_file()
             self._file, self._rows, self._found, self._columns = row.file, 0, False, {}
         self._rows += 1
         found = _text_of(row.values, self._field)
         if found is not None:
-            self._found = True
-        elif not self._found:
+            self._found = self._found_before = True
+        elif not self._found and self._rows <= _ROWS_BEFORE_GIVING_UP:
             self._columns.update(dict.fromkeys(map(str, row.values)))
-            if self._rows >= _ROWS_BEFORE_GIVING_UP:
+            if self._alone and self._rows == _ROWS_BEFORE_GIVING_UP:
                 self.finish()
         return found
 
     def finish(self) -> None:
-        """DataError if the file that ends here had rows, and text in none of them."""
-        if self._rows and not self._found:
-            wanted = "a field with the text" if self._field == "auto" else f"the field {self._field}"
-            columns = ", ".join(list(self._columns)[:20]) or "none"
-            raise DataError(
-                f"{wanted} was not found; the fields are: {columns}.",
-                "Name the one that holds the text: field = ... of the source in a recipe.",
-                file=self._file,
-            )
+        """DataError if there were rows, and text in none of them."""
+        self._end_file()
+        if self._first_fault is not None and not self._found_before:
+            raise self._first_fault
+
+    def _end_file(self) -> None:
+        if not self._rows or self._found:
+            return
+        wanted = "a field with the text" if self._field == "auto" else f"the field {self._field}"
+        columns = ", ".join(list(self._columns)[:20]) or "none"
+        fault = DataError(
+            f"{wanted} was not found; the fields are: {columns}.",
+            "Name the one that holds the text: field = ... of the source in a recipe.",
+            file=self._file,
+        )
+        if not self._alone:
+            console.warn(f"{fault.what} Its {self._rows:,} rows are set aside as missing_text.")
+        self._first_fault = self._first_fault or fault
 
 
 def _text_of(values: dict[str, Any], field: str) -> str | None:
@@ -92,11 +104,11 @@ def _text_of(values: dict[str, Any], field: str) -> str | None:
 def read_raw_documents(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[RawDocument]:
     """Stream the documents of a source; with group_by, rows in sequence with equal keys are joined by line ends.
 
-    Rejections: those of reading, missing_text and missing_group_key. DataError names the fields of a file that has
-    no text, or in which a key of group_by never occurs.
+    Rejections: those of reading, missing_text and missing_group_key. A file without text costs a warning; DataError
+    names its fields if no file of the source has text, and those of a file in which a key of group_by never occurs.
     """
     names = _Names(source)
-    finder = _FieldFinder(source.field)
+    finder = _FieldFinder(source.field, alone=len(source_files(source)) == 1)
     group: list[tuple[Row, str]] = []
     group_key: tuple[str, list[str]] | None = None
     for row in read_rows(source, strict=strict, reject=reject):
