@@ -223,6 +223,15 @@ def test_nothing_left_names_the_rule(tmp_path: Path) -> None:
     assert not (tmp_path / "corpus").exists()
 
 
+def test_rejections_of_odd_file_names_can_be_read(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_rows(folder / "a.jsonl", [{"text": FIRST}])
+    (folder / os.fsdecode("对话.gif".encode("gbk"))).write_bytes(b"")
+    run(tmp_path, folder)
+    assert [row["file"].endswith("\ufffd.gif") for row in rejections(tmp_path)] == [True]
+
+
 def test_existing_output_is_kept(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": FIRST}])
     (tmp_path / "corpus").mkdir()
@@ -239,14 +248,5 @@ def test_no_held_out_document_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_json_output_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": FIRST}])
     assert main(["clean", str(path), "--output", str(tmp_path / "corpus"), "--json"]) == 0
-def test_rejections_of_odd_file_names_can_be_read(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    write_rows(folder / "a.jsonl", [{"text": FIRST}])
-    (folder / os.fsdecode("对话.gif".encode("gbk"))).write_bytes(b"")
-    run(tmp_path, folder)
-    assert [row["file"].endswith("\ufffd.gif") for row in rejections(tmp_path)] == [True]
-
-
     answer = json.loads(capsys.readouterr().out)
     assert (answer["read"], answer["kept"], answer["rejected"]) == (1, 1, {})
