@@ -70,6 +70,58 @@ def test_what_exists_is_refused_unless_empty_or_replaced(tmp_path: Path) -> None
         raise AssertionError("the body must not run")
 
 
+def test_what_onecard_did_not_make_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "text.txt").write_text("mine")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / artifact.MANIFEST).write_text("{")
+    (tmp_path / "file").write_text("mine")
+    for name in ("mine", "broken", "file"):
+        for overwrite in (False, True):
+            with (
+                pytest.raises(ArtifactError, match="was not made by onecard") as caught,
+                artifact.new_output(tmp_path / name, overwrite=overwrite, inputs=[]),
+            ):
+                raise AssertionError("the body must not run")
+            assert caught.value.remedy == "Choose another --output."
+    assert (tmp_path / "mine" / "text.txt").read_text() == "mine"
+    assert names(tmp_path) == ["broken", "file", "mine"]
+
+
+def test_what_onecard_made_is_replaced_where_the_user_says_so(tmp_path: Path) -> None:
+    make(tmp_path / "d", "old")
+    with (
+        pytest.raises(ArtifactError, match="pass --overwrite"),
+        artifact.new_output(tmp_path / "d", overwrite=False, inputs=[]),
+    ):
+        raise AssertionError("the body must not run")
+    with artifact.new_output(tmp_path / "d", overwrite=True, inputs=[]) as temporary:
+        (temporary / "new").write_text("new")
+    assert names(tmp_path / "d") == ["new"]
+    (tmp_path / "empty").mkdir()
+    with artifact.new_output(tmp_path / "empty", overwrite=False, inputs=[tmp_path / "d"]) as temporary:
+        (temporary / "new").write_text("new")
+    assert names(tmp_path / "empty") == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("output", "relation"),
+    [("in", "is"), ("link", "is"), (".", "contains"), ("in/new", "lies inside"), ("link/new", "lies inside")],
+)
+def test_an_output_that_touches_an_input_is_refused(tmp_path: Path, output: str, relation: str) -> None:
+    make(tmp_path / "here" / "in", "kept")
+    artifact.write_manifest(tmp_path / "here", "run", settings={})
+    (tmp_path / "here" / "link").symlink_to("in")
+    inputs = [tmp_path / "other", tmp_path / "here" / "in"]
+    with (
+        pytest.raises(ArtifactError, match=f"{relation} the input {inputs[1]}"),
+        artifact.new_output(tmp_path / "here" / output, overwrite=True, inputs=inputs),
+    ):
+        raise AssertionError("the body must not run")
+    artifact.verify(tmp_path / "here" / "in")
+    assert names(tmp_path / "here") == ["in", "link", artifact.MANIFEST]
+
+
 def test_replace_keeps_the_old_one_when_the_work_fails(tmp_path: Path) -> None:
     make(tmp_path / "d", "old")
     with pytest.raises(RuntimeError), artifact.new_directory(tmp_path / "d", replace=True):

@@ -180,8 +180,8 @@ def new_directory(output: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     output = output.resolve()
     _clear_remains(output)
-    if output.exists() and not replace and (not output.is_dir() or any(output.iterdir())):
-        raise ArtifactError(f"{output} already exists.", "Choose another --output, or pass --overwrite to replace it.")
+    if not replace:
+        _refuse_occupied(output)
     temporary = _sibling(output, "part")
     with disk_faults(output):
         try:
@@ -191,6 +191,43 @@ def new_directory(output: Path, *, replace: bool = False) -> Iterator[Path]:
             _put_in_place(temporary, output)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def new_output(output: Path, *, overwrite: bool, inputs: Iterable[Path]) -> Iterator[Path]:
+    """`new_directory` for a place that a user named: nothing but what onecard made is ever replaced there.
+
+    ArtifactError, before anything is written, for an `output` that is, contains or lies inside one of `inputs` (files
+    or directories), and for one that holds something, unless onecard made it and `overwrite` is true.
+    """
+    place = output.resolve()
+    for path in inputs:
+        source = path.resolve()
+        if place == source or place.is_relative_to(source) or source.is_relative_to(place):
+            relation = "is" if place == source else "contains" if source.is_relative_to(place) else "lies inside"
+            raise ArtifactError(f"The output {place} {relation} the input {source}.", "Choose another --output.")
+    _clear_remains(place)
+    if not (overwrite and _is_finished(place)):
+        _refuse_occupied(place)
+    with new_directory(place, replace=overwrite) as temporary:
+        yield temporary
+
+
+def _refuse_occupied(output: Path) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if _is_finished(output):
+        raise ArtifactError(f"{output} already exists.", "Choose another --output, or pass --overwrite to replace it.")
+    raise ArtifactError(f"{output} already exists and was not made by onecard.", "Choose another --output.")
+
+
+def _is_finished(directory: Path) -> bool:
+    """Whether onecard made it: there is a manifest that can be read."""
+    try:
+        read_manifest(directory)
+    except (ArtifactError, OSError):
+        return False
+    return True
 
 
 def _put_in_place(temporary: Path, output: Path) -> None:

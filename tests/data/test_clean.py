@@ -236,8 +236,10 @@ def test_existing_output_is_kept(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": FIRST}])
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/mine.txt").write_text("x", encoding="utf-8")
-    with pytest.raises(ArtifactError, match="--overwrite"):
-        clean(CleanConfig(sources=[Source(path=str(path))], output=tmp_path / "corpus"))
+    for overwrite in (False, True):
+        with pytest.raises(ArtifactError, match="not made by onecard"):
+            clean(CleanConfig(sources=[Source(path=str(path))], output=tmp_path / "corpus", overwrite=overwrite))
+    assert (tmp_path / "corpus/mine.txt").read_text(encoding="utf-8") == "x"
 
 
 def test_no_held_out_document_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,10 @@ def clean(config: CleanConfig) -> dict[str, Any]:
     """
     sources = _distinct(config.sources)
     files = [source_files(source) for source in sources]
-    with artifact.new_directory(config.output, replace=config.overwrite) as directory:
+    # A folder too, not its files alone: what is written into it would be read as text the next time.
+    folders = [path for source in sources if (path := Path(source.path).expanduser()).is_dir()]
+    inputs = [*folders, *(path for source in files for path in source)]
+    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
         tally = _Tally()
         waiting = directory / ".texts"
         with (

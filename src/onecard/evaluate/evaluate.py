@@ -101,7 +101,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     held_out = None if config.corpus is None else _survey(config.corpus)
     chats = _choose_chats(config) if config.questions else []
     window_tokens = _window(config, list(paths.values()))
-    with artifact.new_directory(config.output, replace=config.overwrite) as temporary:
+    parents = [*paths.values(), *([] if config.corpus is None else [config.corpus])]
+    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=parents) as temporary:
         measured = {name: _measure(name, path, config, held_out, chats, window_tokens) for name, path in paths.items()}
         xz: dict[str, Compressed] = {}
         if config.corpus is not None and config.compare_xz:
@@ -111,7 +112,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         report = _report(config, measured, xz, held_out, result)
         artifact.write_json_atomically(temporary / "report.json", report)
         findings.page(report).save(temporary / "report.html")
-        parents = [*paths.values(), *([] if config.corpus is None else [config.corpus])]
         artifact.write_manifest(temporary, "evaluation", settings=config.plain(), parents=parents, result=result)
     findings.show(report)
     return result

@@ -77,7 +77,7 @@ def train(config: TokenizerTrainConfig) -> dict[str, Any]:
         "notes": notes + measured.notes,
         "seconds": round(time.monotonic() - started, 2),
     }
-    with artifact.new_directory(config.output, replace=config.overwrite) as directory:
+    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=[config.corpus]) as directory:
         save_tokenizer(tokenizer, directory)
         report.write(directory / "report.html", tokenizer, measured, result)
         artifact.write_manifest(directory, "tokenizer", settings=config.plain(), parents=[config.corpus], result=result)
