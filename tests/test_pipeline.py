@@ -139,11 +139,22 @@ def test_a_stage_that_was_finished_just_before_a_kill_is_taken_over(folder: Path
     assert "content_hash" in json.loads(path.read_text())["tokenizer"]
 
 
-def test_a_directory_of_unknown_origin_is_moved_not_lost(folder: Path) -> None:
+def test_a_directory_of_unknown_origin_is_left_where_it_is(folder: Path) -> None:
     (folder / "out" / "corpus").mkdir(parents=True)
     (folder / "out" / "corpus" / "mine.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"corpus was not made by onecard\. Choose another output"):
+        walk(folder)
+    assert (folder / "out" / "corpus" / "mine.txt").read_text() == "mine"
+    assert not (folder / "out" / "previous").exists()
+
+
+@pytest.mark.parametrize("found", ["plan.json", "tokens", None])
+def test_an_unfinished_or_empty_directory_of_a_stage_is_moved_aside(folder: Path, found: str | None) -> None:
+    (folder / "out" / "corpus").mkdir(parents=True)
+    if found is not None:
+        (folder / "out" / "corpus" / found).write_text("{}")
     assert states(folder) == ["done", "done"]
-    assert (folder / "out" / "previous" / "corpus-1" / "mine.txt").read_text() == "mine"
+    assert names(folder / "out" / "previous" / "corpus-1") == ([] if found is None else [found])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"clean": 3}'])

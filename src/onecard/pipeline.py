@@ -3,7 +3,8 @@
 A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [evaluate], [ask]. Stages
 that are not in it are left out. Each stage writes one directory below the recipe's output and takes what the stages
 before it wrote, unless the recipe names something else. A stage is skipped when its settings and the content of its
-inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, never deleted.
+inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, never deleted; a
+directory that onecard did not make is left where it is.
 """
 
 from __future__ import annotations
@@ -251,6 +252,8 @@ class _Walk:
     def _move_aside(self, directory: Path, reason: str) -> None:
         if not directory.exists():
             return
+        if not _is_a_stages(directory):
+            raise ArtifactError(f"{directory} was not made by onecard.", "Choose another output for the run.")
         previous = self.output / "previous"
         with artifact.disk_faults(previous):
             previous.mkdir(parents=True, exist_ok=True)
@@ -344,6 +347,14 @@ class _Walk:
 
     def _row(self, stage: str, state: str, seconds: float, what: str) -> None:
         self.rows.append({"stage": stage, "state": state, "seconds": seconds, "what": what})
+
+
+def _is_a_stages(directory: Path) -> bool:
+    """Whether onecard made it, or nothing is in it (or only what training writes before it has its plan)."""
+    if not directory.is_dir():
+        return False
+    names = {item.name for item in directory.iterdir()}
+    return bool(names & {artifact.MANIFEST, "plan.json"}) or names <= {".lock", "tokens", "rejected-00000.jsonl"}
 
 
 def _input_hash(path: Path) -> str:
