@@ -286,6 +286,22 @@ def test_each_stage_takes_what_the_one_before_made(folder: Path, asked: dict[str
     assert asked == {}
 
 
+def test_rows_too_long_for_the_model_to_come_are_found_before_it_is_made(folder: Path, asked: dict[str, Any]) -> None:
+    overrides = ["pretrain.max_length=256", "finetune.max_length=300"]
+    assert states(folder, *overrides)[3] == "left out"  # without chats there are no rows
+    (folder / "chats" / "c.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    asked.clear()
+    shutil.rmtree(folder / "out")
+    with pytest.raises(ConfigError, match=r"max_length 300 in \[finetune\] is more than the 256 of \[pretrain\]"):
+        walk(folder, *overrides)
+    assert asked == {}
+    assert not (folder / "out").exists()
+    assert states(folder, "pretrain.max_length=300", overrides[1]) == ["done"] * 6
+    # Another model has a length of its own (this one's content is that of before).
+    shutil.copytree(folder / "out" / "pretrain", folder / "other")
+    assert states(folder, *overrides, f"finetune.model={folder / 'other'}")[3] == "skipped"
+
+
 def test_only_what_depends_on_a_change_is_made_again(folder: Path, asked: dict[str, Any]) -> None:
     (folder / "chats" / "c.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     walk(folder)

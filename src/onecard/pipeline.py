@@ -100,6 +100,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     if ASK in recipe:
         questions = build(AskConfig, recipe[ASK], where=f"[{ASK}] of {config.recipe}")
         walk.model_directory()
+    walk.check_lengths(configurations)
     total = len(planned) + (questions is not None)
     with _alone(output):
         for number, stage in enumerate(planned, 1):
@@ -184,6 +185,19 @@ class _Walk:
             f"[{stage.name}] of {self.path} needs {setting}, and no stage before it makes one.",
             f"Add [{providers[0]}] to the recipe, or set {setting} to a directory.",
         )
+
+    def check_lengths(self, configurations: dict[str, Any]) -> None:
+        """ConfigError if the rows of [finetune] are longer than the model that [pretrain] will make can read."""
+        pretrain, finetune = configurations.get("pretrain"), configurations.get("finetune")
+        if pretrain is None or finetune is None or _only_empty_folders(finetune.sources):
+            return
+        made = pretrain.output.resolve()
+        if finetune.model.resolve() in (made, made / "model") and finetune.max_length > pretrain.max_length:
+            raise ConfigError(
+                f"{self.path}: max_length {finetune.max_length} in [finetune] is more than the {pretrain.max_length} "
+                "of [pretrain].",
+                f"Set max_length in [finetune] to at most {pretrain.max_length}, or raise it in [pretrain].",
+            )
 
     def _makes(self, name: str) -> bool:
         return name in self.recipe and name not in self._left_out
