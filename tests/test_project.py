@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onecard import cli
-from onecard.config import NewConfig, build
+from onecard.config import CleanConfig, NewConfig, Source, build
 from onecard.errors import ArtifactError
 from onecard.pipeline import SET_BY_RUN, STAGES
 from onecard.project import new, recipe_text
@@ -59,11 +59,22 @@ def test_every_setting_of_every_stage_is_there() -> None:
     assert recipe["ask"]["questions"]
 
 
+def test_every_setting_of_a_source_is_explained_and_its_table_may_be_uncommented() -> None:
+    assert tomllib.loads(TEXT)["clean"]["sources"] == ["data/text"]
+    recipe = tomllib.loads(re.sub(r"(?m)^  #\{", "  {", TEXT))
+    plain, table = recipe["clean"]["sources"]
+    assert plain == "data/text"
+    assert list(table) == list(Source.model_fields)
+    assert build(CleanConfig, recipe["clean"]).sources[1] == Source(path=table["path"])
+    for name in Source.model_fields:
+        assert f"\n#   {name}: " in TEXT
+
+
 def test_it_is_pleasant_to_read() -> None:
     lines = TEXT.splitlines()
     assert max(map(len, lines)) <= 120
     first = [next(line for line in TEXT.split(f"[{name}]")[1].splitlines() if " = " in line) for name in KINDS]
-    assert first[0] == 'sources = ["data/text"]'
+    assert first[0] == "sources = ["
     assert first[2] == "time_limit_minutes = 30"
     for index, line in enumerate(lines):
         if re.match(r"#?\w+ = ", line) and not line.startswith("questions = "):

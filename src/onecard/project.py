@@ -14,14 +14,13 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from onecard import artifact, console
-from onecard.config import NONE, NewConfig
+from onecard.config import NONE, NewConfig, Source
 from onecard.errors import ArtifactError
 from onecard.pipeline import SET_BY_RUN, STAGES, Stage
 
 _RUN = "run"
 # What a new project sets.
 _VALUES: dict[str, dict[str, str]] = {
-    "clean": {"sources": '["data/text"]'},
     "pretrain": {"time_limit_minutes": "30"},
     "finetune": {"sources": '["data/chats"]', "time_limit_minutes": "10"},
 }
@@ -117,9 +116,26 @@ def _setting_lines(stage: Stage, name: str, info: FieldInfo) -> list[str]:
     elif stage.name == "evaluate" and name == "questions":
         default = _VALUES["finetune"]["sources"]
         text += " Left out: the sources of [finetune]."
+    elif stage.name == "clean" and name == "sources":
+        return [*_wrapped(text), *_source_lines()]
     chosen = _VALUES.get(stage.name, {}).get(name)
-    explanation = textwrap.wrap(text[:1].upper() + text[1:], 116, initial_indent="# ", subsequent_indent="# ")
-    return [*explanation, f"#{name} = {default}" if chosen is None else f"{name} = {chosen}"]
+    return [*_wrapped(text), f"#{name} = {default}" if chosen is None else f"{name} = {chosen}"]
+
+
+def _source_lines() -> list[str]:
+    """The sources of [clean]: the folder of a new project, and behind a # one with all its own settings explained."""
+    lines = ["# A source may also be a table with settings of its own, such as the one behind a # below:"]
+    for name, info in Source.model_fields.items():
+        lines += textwrap.wrap(f"{name}: {info.description}.", 116, initial_indent="#   ", subsequent_indent="#     ")
+    settings = ", ".join(
+        f"{name} = {_as_toml('data/more' if info.is_required() else info.default)}"
+        for name, info in Source.model_fields.items()
+    )
+    return [*lines, "sources = [", '  "data/text",', f"  #{{{settings}}},", "]"]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text[:1].upper() + text[1:], 116, initial_indent="# ", subsequent_indent="# ")
 
 
 def _as_toml(value: Any) -> str:
