@@ -99,13 +99,23 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     for path in paths.values():
         model_directory(path)
     held_out = None if config.corpus is None else _survey(config.corpus)
+    if held_out is None and config.corpus is not None:
+        if not config.questions:
+            raise ArtifactError(
+                f"The corpus {config.corpus} holds no held-out text to measure with.",
+                "Clean it again with a larger --held-out, such as 0.3, or split = paragraph for a few long files.",
+            )
+        console.warn(
+            f"The corpus {config.corpus} holds no held-out text: bits per byte are not measured, only the answers. "
+            "A larger held_out, or split = paragraph for a few long files, holds some back."
+        )
     chats = _choose_chats(config) if config.questions else []
     window_tokens = _window(config, list(paths.values()))
     parents = [*paths.values(), *([] if config.corpus is None else [config.corpus])]
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=parents) as temporary:
         measured = {name: _measure(name, path, config, held_out, chats, window_tokens) for name, path in paths.items()}
         xz: dict[str, Compressed] = {}
-        if config.corpus is not None and config.compare_xz:
+        if config.corpus is not None and held_out is not None and config.compare_xz:
             console.note("Compressing the same text with xz -9e")
             xz = compress_documents(read_documents(config.corpus))
         result = _result(measured, xz, window_tokens) | {"output": str(config.output)}
@@ -117,8 +127,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     return result
 
 
-def _survey(corpus: Path) -> HeldOut:
-    """Count the held-out documents and take the beginnings of the first few of each language."""
+def _survey(corpus: Path) -> HeldOut | None:
+    """Count the held-out documents and take the beginnings of the first few of each language; None without text."""
     documents = count_bytes = 0
     prompts: dict[str, list[Prompt]] = defaultdict(list)
     for item in read_documents(corpus, "held_out"):
@@ -131,10 +141,7 @@ def _survey(corpus: Path) -> HeldOut:
                 truth = beginning(item.text[len(text) :], 2 * PROMPT_UNITS)
                 prompts[item.language].append(Prompt(item.language, text, truth))
     if not count_bytes:
-        raise ArtifactError(
-            f"The corpus {corpus} holds no held-out text to measure with.",
-            "Clean it again with a larger --held-out, such as 0.05; or evaluate without a corpus, with --questions.",
-        )
+        return None
     ordered = [prompt for language in sorted(prompts) for prompt in prompts[language]]
     return HeldOut(documents, count_bytes, ordered)
 
