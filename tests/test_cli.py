@@ -117,7 +117,9 @@ def test_version(capsys: Capture) -> None:
 
 def test_an_interrupted_process_exits_130(tmp_path: Path) -> None:
     code = (
+        # A shell starts background jobs with SIGINT ignored, which a child would inherit.
         "import os, signal, sys\nfrom onecard import cli, project\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "project.new = lambda config: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(cli.main(['new', 'x']))"
     )

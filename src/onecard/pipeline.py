@@ -216,6 +216,14 @@ class _Walk:
             self._left_out.add(stage.name)
             self._row(stage.name, "left out", 0, "")
             return
+        if stage.name == "evaluate" and not config.questions and _nothing_held_out(config.corpus):
+            console.heading(title)
+            console.warn(
+                f"{config.corpus} holds no held-out text and there are no questions: evaluate is left out. "
+                "A larger held_out, or split = paragraph for a few long files, would hold some back."
+            )
+            self._row(stage.name, "left out", 0, "")
+            return
         key = self._key(stage, config)
         entry = self._state.get(stage.name, {})
         if entry.get("key") == key and self._whole(directory, entry):
@@ -381,6 +389,11 @@ def _file_hashes(source: Source) -> list[list[str]]:
     from onecard.data.sources import source_files
 
     return [[path.name, artifact.hash_file(path)] for path in source_files(source)]
+
+
+def _nothing_held_out(corpus: Path | None) -> bool:
+    """True for a corpus of so few documents that `clean` held none back."""
+    return corpus is not None and artifact.read_manifest(corpus, "corpus").result.get("held_out") == 0
 
 
 def _only_empty_folders(sources: list[Source]) -> bool:
