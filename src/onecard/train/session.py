@@ -294,7 +294,8 @@ def _say_plan(task: Task, plan: dict[str, Any]) -> None:
             f"{console.format_duration(plan['predicted_seconds'])} of {limit:g} min. "
             "More text (or num_epochs) would use the rest."
         )
-    if plan["max_steps"] < FEW_UPDATES:
+    # Whoever sets max_steps knows; whoever brought little text may not.
+    if plan["max_steps"] < FEW_UPDATES and task.config.max_steps == "auto":
         console.warn(
             f"{plan['max_steps']} updates are very few: expect a model that has learned little. "
             "More text, more time or more epochs help."
