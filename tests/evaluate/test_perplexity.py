@@ -240,7 +240,8 @@ def test_documents_are_scored_by_language_with_their_ends(tiny_model_directory: 
         Document("2", "In the beginning", "b", "en"),
         Document("3", "the earth", "a", "en"),
     ]
-    found = perplexity.score_documents(model, tokenizer, documents, window_tokens=64, stride_tokens=32)
+    groups = perplexity.score_groups(model, tokenizer, documents, window_tokens=64, stride_tokens=32)
+    found = perplexity.by_language(groups)
     assert list(found) == ["en", "zh", "all"]
     assert found["zh"].bytes == 30  # ten characters of three bytes; bos and eos have none
     assert found["zh"].tokens == len(encode_document(tokenizer, "天下大势，分久必合。")) - 1

@@ -114,29 +114,6 @@ def windows(length_tokens: int, window_tokens: int, stride_tokens: int) -> Itera
         start, scored = start + stride_tokens, end
 
 
-def score_documents(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    documents: Iterable[Document],
-    *,
-    window_tokens: int,
-    stride_tokens: int,
-    batch_windows: int = 8,
-    advance: Callable[[float], None] | None = None,
-) -> dict[str, Score]:
-    """The score of each language, and of "all"; arguments and errors as for `score_groups`."""
-    groups = score_groups(
-        model,
-        tokenizer,
-        documents,
-        window_tokens=window_tokens,
-        stride_tokens=stride_tokens,
-        batch_windows=batch_windows,
-        advance=advance,
-    )
-    return by_language(groups)
-
-
 def by_language(groups: dict[Group, Score]) -> dict[str, Score]:
     """Sums by language in alphabetical order, then "all"."""
     return _sums(groups, lambda group: group.language) | {"all": sum(groups.values(), Score())}
