@@ -6,20 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from onecard.config import (
-    ChatConfig,
-    CleanConfig,
-    EvaluateConfig,
-    FinetuneConfig,
-    PretrainConfig,
-    RunConfig,
-    Source,
-    build,
-    nearest,
-    read_toml,
-    relative_to,
-)
+from onecard.config import ChatConfig, CleanConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RunConfig
 from onecard.errors import ConfigError
+from onecard.settings import Source, build, nearest, read_toml, relative_to
 
 
 def refused(kind: type, values: dict) -> ConfigError:  # type: ignore[type-arg]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from onecard.config import AnySettings, CleanConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RunConfig
+from onecard.config import CleanConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RunConfig
 from onecard.errors import ConfigError
 from onecard.flags import from_arguments, hyphenate, parser
+from onecard.settings import AnySettings
 
 
 def read(kind: type[AnySettings], words: list[str], section: str = "") -> AnySettings:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import onecard
-from onecard import config
+from onecard import config, settings
 from onecard.cli import VERBS
 
 SOURCE = Path(onecard.__file__).parent
@@ -23,6 +23,7 @@ SOURCE = Path(onecard.__file__).parent
 ORDER = [
     "errors",
     "console",
+    "settings",
     "config",
     "flags",
     "artifact",
@@ -109,7 +110,7 @@ def test_every_verb_names_a_function_a_configuration_and_its_table() -> None:
     for name, entry in VERBS.items():
         module, function = entry.function.split(":")
         assert callable(getattr(importlib.import_module(module), function)), name
-        assert issubclass(getattr(config, entry.configuration), config.Settings), name
+        assert issubclass(getattr(config, entry.configuration), settings.Settings), name
 
 
 def in_a_child(arguments: list[str]) -> tuple[list[str], str, float]:

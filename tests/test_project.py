@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from onecard import cli
-from onecard.config import CleanConfig, NewConfig, Source, build
+from onecard.config import CleanConfig, NewConfig
 from onecard.errors import ArtifactError
 from onecard.pipeline import SET_BY_RUN, STAGES
 from onecard.project import new, recipe_text
+from onecard.settings import Source, build
 
 TEXT = recipe_text()
 COMMENTED = re.findall(r"(?m)^#(\w+) = ", TEXT)

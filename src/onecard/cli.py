@@ -72,7 +72,7 @@ def _find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     groups = [name for name in VERBS if name.split()[0] == words[0]]
     if groups:
         raise ConfigError(f"`onecard {words[0]}` needs a second word.", f"One of: {', '.join(groups)}.")
-    from onecard.config import nearest
+    from onecard.settings import nearest
 
     hint = nearest(words[0], VERBS).strip()
     raise ConfigError(f"There is no verb {words[0]}.", hint or "See onecard --help.")

@@ -15,8 +15,8 @@ from typing import Any, get_origin
 
 from pydantic.fields import FieldInfo
 
-from onecard.config import AnySettings, Settings, alternatives, build, choices_of, nearest, read_toml, relative_to
 from onecard.errors import ConfigError
+from onecard.settings import AnySettings, Settings, alternatives, build, choices_of, nearest, read_toml, relative_to
 
 
 class _Parser(argparse.ArgumentParser):

@@ -30,15 +30,10 @@ from onecard.config import (
     FinetuneConfig,
     PretrainConfig,
     RunConfig,
-    Settings,
-    Source,
     TokenizerTrainConfig,
-    build,
-    nearest,
-    read_toml,
-    relative_to,
 )
 from onecard.errors import ArtifactError, ConfigError
+from onecard.settings import Settings, Source, build, nearest, read_toml, relative_to
 
 STATE = "pipeline.json"
 # What the walk itself decides: not settings of a recipe's stages.

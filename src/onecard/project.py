@@ -14,9 +14,10 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from onecard import artifact, console
-from onecard.config import NONE, NewConfig, Source
+from onecard.config import NewConfig
 from onecard.errors import ArtifactError
 from onecard.pipeline import SET_BY_RUN, STAGES, Stage
+from onecard.settings import NONE, Source
 
 _RUN = "run"
 # What a new project sets.

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from onecard.config import Source
 from onecard.data.chats import ChatRowError, as_messages, read_chats, recognised_shape
 from onecard.data.records import Rejection
 from onecard.errors import DataError
+from onecard.settings import Source
 
 U, A, S = "user", "assistant", "system"
 

@@ -15,11 +15,12 @@ import pytest
 
 from onecard import artifact
 from onecard.cli import main
-from onecard.config import CleanConfig, Source
+from onecard.config import CleanConfig
 from onecard.data.clean import clean
 from onecard.data.corpus import read_documents
 from onecard.data.dedup import jaccard, shingles
 from onecard.errors import ArtifactError, DataError
+from onecard.settings import Source
 
 FIRST = "机器学习模型需要大量高质量的数据才能取得好的效果，清洗数据往往比调整参数更重要。"
 SECOND = "机器学习模型需要大量高质量数据才能取得好的效果，清洗数据往往比调整参数更加重要！"

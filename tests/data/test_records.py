@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from onecard.config import Source
 from onecard.data import formats
 from onecard.data.records import Rejection, Row, read_rows, source_files
 from onecard.errors import ConfigError, DataError
+from onecard.settings import Source
 
 
 def read(path: Path | str, **settings: Any) -> tuple[list[Row], list[Rejection]]:

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from onecard import artifact, cli
-from onecard.config import EvaluateConfig, Source
+from onecard.config import EvaluateConfig
 from onecard.data.corpus import Document, write_corpus
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.evaluate.evaluate import evaluate
 from onecard.evaluate.findings import verdict
 from onecard.model.load import load_model, load_tokenizer
+from onecard.settings import Source
 
 ZH = ["天下大势，分久必合，合久必分。", "机器学习模型需要大量高质量的数据。", "周末七国分争，并入于秦。"]
 EN = ["The quick brown fox was not amused.", "In the beginning God created the earth.", "It said so <b>at length</b>."]

@@ -13,11 +13,12 @@ import pytest
 import torch
 from tiny_runs import Stop, lines, run, steps, weights
 
-from onecard.config import FinetuneConfig, build
+from onecard.config import FinetuneConfig
 from onecard.data import packing
 from onecard.data.tokens import TokenStore
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.model.load import load_model, load_tokenizer
+from onecard.settings import build
 from onecard.tokenizer.template import encode_chat
 from onecard.train import finetune as verb
 from onecard.train import loop, session

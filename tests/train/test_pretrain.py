@@ -11,10 +11,11 @@ import torch
 from tiny_runs import SIZE, events, lines, pretrain_settings, weights, write_corpus
 
 from onecard import artifact
-from onecard.config import PretrainConfig, build
+from onecard.config import PretrainConfig
 from onecard.data import corpus
 from onecard.errors import ArtifactError, ConfigError, DataError, Interrupted
 from onecard.model import presets
+from onecard.settings import build
 from onecard.train import loop, session
 from onecard.train.pretrain import pretrain
 

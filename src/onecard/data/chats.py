@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onecard.config import Source
 from onecard.data.records import Rejection, read_rows, refuse
 from onecard.errors import DataError
+from onecard.settings import Source
 
 Message = dict[str, Any]
 

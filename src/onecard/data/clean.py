@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
-from onecard.config import CleanConfig, Source
+from onecard.config import CleanConfig
 from onecard.data import clean_report, rules
 from onecard.data.corpus import Document, write_documents
 from onecard.data.dedup import NearDuplicates, TextFile, digest
@@ -26,6 +26,7 @@ from onecard.data.rows import RejectionWriter
 from onecard.data.sources import readable_label, source_files
 from onecard.data.split import held_out
 from onecard.errors import DataError
+from onecard.settings import Source
 
 LONGEST_REJECTED_CHARACTERS = 2000
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from onecard import console
-from onecard.config import Source
 from onecard.data.fields import TEXT_FIELDS, as_text
 from onecard.data.records import Rejection, Row, read_rows, refuse
 from onecard.data.sources import name_in_source, source_files
 from onecard.errors import DataError
+from onecard.settings import Source
 
 _ROWS_BEFORE_GIVING_UP = 100
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from onecard.config import Source
 from onecard.data.formats import read_file
 from onecard.data.rows import Rejection, Row
 from onecard.data.sources import source_files, unreadable_files
 from onecard.errors import DataError
+from onecard.settings import Source
 
 __all__ = ["Rejection", "Row", "read_rows", "refuse", "source_files"]
 

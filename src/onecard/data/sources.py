@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from onecard import artifact
-from onecard.config import Source
 from onecard.data.rows import encodable
 from onecard.errors import ConfigError, DataError
+from onecard.settings import Source
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml")
 COMPRESSIONS = (".gz", ".zst", ".xz")

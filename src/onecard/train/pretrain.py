@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
-from onecard.config import PretrainConfig, nearest
+from onecard.config import PretrainConfig
 from onecard.data.corpus import Split, read_documents
 from onecard.data.packing import StreamRows
 from onecard.data.tokens import Encoded, TokenStore, write_store
@@ -17,6 +17,7 @@ from onecard.model.load import load_tokenizer, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
 from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram
 from onecard.plan.speed import choose_size
+from onecard.settings import nearest
 from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
