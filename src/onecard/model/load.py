@@ -30,9 +30,15 @@ def model_directory(path: Path) -> Path:
     raise ArtifactError(f"{path} holds no model (no config.json).", "Give a model directory or a finished run.")
 
 
+def tokenizer_file(path: Path) -> Path:
+    """tokenizer.json of a tokenizer or model directory, or of the model of a run; it need not exist."""
+    own = path / "tokenizer.json"
+    return own if own.is_file() else path / "model" / "tokenizer.json"
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a tokenizer, model or run directory."""
-    directory = path if (path / "tokenizer.json").is_file() else path / "model"
+    directory = tokenizer_file(path).parent
     if not (directory / "tokenizer.json").is_file():
         raise ArtifactError(
             f"{path} holds no tokenizer (no tokenizer.json).",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
@@ -20,11 +19,13 @@ from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
+from onecard.model import lora
 from onecard.model.load import (
     check_tokenizer_fits,
     load_model,
     load_tokenizer,
     model_directory,
+    tokenizer_file,
     vocabulary_rows,
 )
 from onecard.tokenizer.template import encode_chat
@@ -32,9 +33,12 @@ from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
 from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
 
+# Tokens of a row where nothing is said: few chats are longer, and packed rows waste nothing on short ones.
+USUAL_LENGTH = 1024
+
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
-    """Fine-tune all weights on chats. Resumes an unfinished run with the same settings and inputs."""
+    """Fine-tune all weights, or adapters, on chats. Resumes an unfinished run with the same settings and inputs."""
     base = model_directory(config.model)
     tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:
@@ -43,7 +47,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             "Fine-tune a model made with onecard, or one made for chat.",
         )
     base_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    _check_length(config, base_config)
+    config = config.model_copy(update={"max_length": _length(config, base_config)})
     files = [path for source in config.sources for path in source_files(source)]
     inputs = [artifact.hash_tree(base), *(artifact.hash_file(path) for path in files)]
     run = RunDirectory.open(
@@ -59,7 +63,14 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
     def build() -> Any:
         model = load_model(base)
         check_tokenizer_fits(tokenizer, model, base)
+        if config.lora_rank:
+            _add_adapters(config, model)
         return model
+
+    def complete(model: Any) -> None:
+        """The adapters alone for whoever keeps the base, then merged, so that every verb reads the model."""
+        lora.save(model, run.path / "adapter", base)
+        lora.merge(model)
 
     width = int(base_config.get("hidden_size", 768))
     return train(
@@ -73,32 +84,57 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             rows=rows,
             held_out=PackedRows(held_out_store, config.max_length) if held_out_store.count else None,
             weights=[1.0] * len(rows.per_source),
-            defaults=_defaults(width),
+            defaults=_defaults(width, adapters=config.lora_rank > 0),
             parents=[base, *files],
             sample_prompts=_prompts(run, tokenizer),
             facts={"rows": found},
+            complete=complete if config.lora_rank else None,
         )
     )
 
 
-def _check_length(config: FinetuneConfig, base_config: dict[str, Any]) -> None:
-    """ConfigError if rows are longer than the positions that the model knows."""
+def _length(config: FinetuneConfig, base_config: dict[str, Any]) -> int:
+    """Tokens of a row: what is asked for (ConfigError beyond the positions that the model knows), or what most need."""
     positions = (base_config.get("text_config") or base_config).get("max_position_embeddings")
+    if config.max_length == "auto":
+        return min(USUAL_LENGTH, positions or USUAL_LENGTH)
     if positions is not None and config.max_length > positions:
         raise ConfigError(
             f"max_length {config.max_length} is more than the {positions} positions of the model in {config.model}.",
             f"Set max_length to at most {positions}.",
         )
+    return config.max_length
 
 
-def _defaults(width: int) -> Defaults:
-    """Small models of one's own learn chats fast and high; large open ones are moved gently."""
+def _defaults(width: int, *, adapters: bool) -> Defaults:
+    """Small models of one's own learn chats fast and high; large open ones are moved gently.
+
+    Adapters want ten times the rate of all weights, whatever their rank when alpha grows with it (Schulman et al. 2025,
+    "LoRA without regret"): 2e-4 at a width of 2048. They are moved by AdamW, whose rate that is.
+    """
+    gentle = 2e-5 * 2048 / width
+    if adapters:
+        rate, optimizer = min(2e-3, 10 * gentle), "adamw"
+    elif width <= 512:
+        rate, optimizer = 2e-3, "muon"
+    else:
+        rate, optimizer = min(1e-3, gentle), "adamw"
     return Defaults(
-        learning_rate=2e-3 if width <= 512 else min(1e-3, 2e-5 * 2048 / width),
+        learning_rate=rate,
         muon_learning_rate=0.015,
         num_epochs=3.0,
-        optimizer="muon" if width <= 512 else "adamw",
+        optimizer=optimizer,
         update_tokens=2048 if width <= 256 else 8192,
+    )
+
+
+def _add_adapters(config: FinetuneConfig, model: Any) -> None:
+    alpha = 2.0 * config.lora_rank if config.lora_alpha == "auto" else config.lora_alpha
+    names = lora.add(model, config.lora_rank, alpha, config.lora_dropout, config.target_modules, config.seed)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    console.note(
+        f"  adapters of rank {config.lora_rank}, alpha {alpha:g}, {trained / 1e6:.2f}M parameters, beside frozen "
+        f"weights: {lora.coverage(names)}"
     )
 
 
@@ -158,7 +194,7 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
             run.tokens / name,
             documents,
             vocabulary=vocabulary_rows(tokenizer),
-            tokenizer_hash=artifact.hash_file(_tokenizer_file(config)),
+            tokenizer_hash=artifact.hash_file(tokenizer_file(config.model)),
             learned=True,
         )
     found = {
@@ -177,10 +213,6 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
         f"{tally.learned_tokens:,} of {tally.tokens:,} tokens are learned"
     )
     return found
-
-
-def _tokenizer_file(config: FinetuneConfig) -> Path:
-    return model_directory(config.model) / "tokenizer.json"
 
 
 def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, reject: Any) -> Encoded | None:

@@ -13,7 +13,7 @@ from onecard.data.corpus import Split, read_documents
 from onecard.data.packing import StreamRows
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
-from onecard.model.load import load_tokenizer, vocabulary_rows
+from onecard.model.load import load_tokenizer, tokenizer_file, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
 from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram
 from onecard.plan.speed import choose_size
@@ -31,7 +31,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
     """Train a model from nothing. Resumes an unfinished run with the same settings and inputs."""
     corpus = artifact.read_manifest(config.corpus, "corpus")
     tokenizer = load_tokenizer(config.tokenizer)
-    tokenizer_hash = artifact.hash_file(_tokenizer_file(config.tokenizer))
+    tokenizer_hash = artifact.hash_file(tokenizer_file(config.tokenizer))
     if config.size != "auto":
         preset(config.size)
     mark = fingerprint(config, [corpus.content_hash, tokenizer_hash])
@@ -111,10 +111,6 @@ def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) 
                 f"mix gives {name} a weight of {weight}, which is none of its {count} rows in an epoch.",
                 f"Give it at least {1 / count:.3g}, or 0 to leave it out.",
             )
-
-
-def _tokenizer_file(path: Path) -> Path:
-    return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else path / "model" / "tokenizer.json"
 
 
 def _store(

@@ -65,6 +65,8 @@ class Task:
     parents: list[Path]
     sample_prompts: list[tuple[str, list[int]]]
     facts: dict[str, Any] = field(default_factory=dict)
+    # Done to the trained model before it is saved, such as merging adapters into it.
+    complete: Callable[[Any], None] | None = None
 
 
 def fingerprint(config: TrainingConfig, inputs: list[str]) -> str:
@@ -138,6 +140,7 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
         "device": task.precision.device,
         "compiled": compiled,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "rows_per_epoch": order.rows_per_epoch,
         "updates_per_epoch": order.updates_per_epoch,
         "tokens_per_update": batch * accumulation * config.max_length,
@@ -185,7 +188,8 @@ def _batch_shape(config: TrainingConfig, defaults: Defaults, device: str) -> tup
 def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
     """Median seconds of real updates after the first two (which compile), on a state that is put back afterwards."""
     console.note("  measuring this machine: a few updates, compiled first" if plan["compiled"] else "  measuring ...")
-    before = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    before = [(tensor, tensor.detach().clone()) for tensor in (*trained, *model.buffers())]
     loop = _loop(task, model, plan)
     model.train()
     generator = torch.get_rng_state()
@@ -354,6 +358,8 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9} if not chat else {"do_sample": False}
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all()), "the loop applies finite updates only"
+    if task.complete is not None:
+        task.complete(model)
     save_model(model, task.tokenizer, task.run.path / "model", stop_ids=_stop_ids(task), sampling=sampling)
     rows = RunLog(task.run.path).metrics()
     held_out = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]

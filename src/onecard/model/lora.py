@@ -1,0 +1,162 @@
+"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021), by the library PEFT: its files load elsewhere too.
+
+A model goes in and is changed in place: `add` puts adapters beside its linear layers, `save` writes them as a PEFT
+adapter directory, `merge` adds them to the weights that they stand beside and takes them out again. The head gets no
+adapter, because the loss multiplies with its weight directly; nor do experts that a model keeps in one stacked tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onecard import artifact
+from onecard.errors import ConfigError, MissingExtra
+from onecard.settings import nearest
+
+_ADAPTER = "default"
+
+
+def add(
+    model: Any, rank: int, alpha: float, dropout: float = 0.0, target_modules: list[str] | None = None, seed: int = 0
+) -> list[str]:
+    """Freeze `model` and put adapters beside its linear layers; returns the full names of those, in order.
+
+    The output of a layer becomes W x + alpha / rank * B A x, with A random from `seed` and B zero, both fp32: the model
+    still computes what it did. `target_modules` are the ends of layer names, such as q_proj or mlp.up_proj; none means
+    every linear layer inside the repeated layers. ConfigError names one that the model lacks.
+    """
+    import torch
+
+    names = linear_layers(model)
+    chosen = _chosen(names, target_modules or [])
+    ends = target_modules or {_end(name) for name in chosen}
+    scale: Any = int(alpha) if alpha == int(alpha) else alpha  # other readers of the file expect an integer
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        settings = LoraConfig(
+            r=rank,
+            lora_alpha=scale,
+            lora_dropout=dropout,
+            target_modules=sorted(ends),
+            bias="none",
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen),
+        )
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+    adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    assert adapted == chosen, "the library adapts the layers that were chosen"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            # Whatever the weights are in: small steps would be lost in 16 bits.
+            parameter.data = parameter.data.float()
+    return chosen
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Full names of the linear layers inside the repeated layers (those with a number in their name), in order."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and any(part.isdigit() for part in name.split("."))
+    ]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def coverage(names: list[str]) -> str:
+    """How many layers of each kind got an adapter, for a person: "q_proj 30, v_proj 30"."""
+    return ", ".join(f"{end} {count}" for end, count in Counter(map(_end, names)).items())
+
+
+def save(model: Any, directory: Path, base: Path) -> None:
+    """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads over the model in `base`."""
+    from safetensors.torch import save_file
+
+    settings = model.peft_config[_ADAPTER]
+    settings.base_model_name_or_path = str(base.resolve())
+    settings.inference_mode = True
+    settings.target_modules = sorted(settings.target_modules)
+    with _quiet():
+        from peft import get_peft_model_state_dict
+
+        found = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    # The names are those inside a PeftModel, which wraps the model twice.
+    tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+    with artifact.new_directory(directory, replace=True) as temporary:
+        settings.save_pretrained(str(temporary))
+        weights = temporary / "adapter_model.safetensors"
+        save_file(tensors, weights, metadata={"format": "pt"})
+        # Written for the owner alone; the other files are for whom umask says.
+        weights.chmod((temporary / "adapter_config.json").stat().st_mode)
+        written = {"rank": settings.r, "alpha": settings.lora_alpha, "target_modules": settings.target_modules}
+        artifact.write_manifest(temporary, "adapter", settings=written)
+
+
+def merge(model: Any) -> None:
+    """Add every adapter to the weight that it stands beside and remove it: `model` is of its own kind again."""
+    with _quiet():
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]:
+        module.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.get_base_layer())
+    del model.peft_config
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _chosen(names: list[str], targets: list[str]) -> list[str]:
+    """The layers whose name ends in one of `targets`; ConfigError names a target without any."""
+    if not names:
+        raise ConfigError("The model has no linear layers that could get adapters.", "Set lora_rank = 0.")
+    for target in targets:
+        if not any(_matches(name, target) for name in names):
+            known = sorted({_end(name) for name in names})
+            hint = nearest(target, known).strip()
+            raise ConfigError(
+                f"target_modules: the model has no linear layer {target} that could get an adapter.",
+                f"{hint} It has: {', '.join(known)}.".strip(),
+            )
+    return [name for name in names if not targets or any(_matches(name, target) for target in targets)]
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Use PEFT without what it and torchao say about parts that are not for this machine; MissingExtra without it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ModuleNotFoundError as fault:
+        if fault.name != "peft":
+            raise
+        raise MissingExtra("peft", "Training adapters (lora_rank)") from fault
+    finally:
+        logging.disable(before)
