@@ -1,0 +1,110 @@
+"""The verb finetune with adapters: what it writes, what it keeps, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_runs import Stop, lines, run, weights
+
+from onecard.config import FinetuneConfig
+from onecard.errors import ConfigError
+from onecard.model.load import load_model
+from onecard.settings import build
+from onecard.train import session
+from onecard.train.finetune import finetune
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measuring, no figures."""
+    monkeypatch.setattr(session, "_time_updates", lambda *_: 0.01)
+    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
+
+
+def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"Question {i}?", "completion": f"Yes {i}."} for i in range(12)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made: dict[str, Any] = {
+        "model": str(model),
+        "sources": [str(folder / "chats.jsonl")],
+        "output": str(folder / "run"),
+        "max_length": 64,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "evaluate_every": 2,
+        "save_every": 2,
+        "held_out": 0.2,
+        "compile": False,
+        "precision": "fp32",
+        "lora_rank": 4,
+    }
+    return made | changes
+
+
+def test_an_adapter_and_a_merged_model_of_equal_logits(tmp_path: Path, tiny_model_directory: Path) -> None:
+    from peft import PeftModel
+
+    before = (tiny_model_directory / "model.safetensors").read_bytes()
+    made = finetune(build(FinetuneConfig, settings(tmp_path, tiny_model_directory, lora_alpha=12)))
+    assert made["updates"] == 6
+    ids = torch.arange(3, 40)[None]
+    base, merged = load_model(tiny_model_directory), load_model(tmp_path / "run")
+    plain, wanted = base(ids).logits, merged(ids).logits
+    assert (wanted - plain).abs().max() > 1e-3, "something was learned"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what that library calls of transformers is deprecated there
+        beside = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter")).eval()
+    torch.testing.assert_close(beside(ids).logits, wanted, atol=1e-4, rtol=0)
+    assert beside.peft_config["default"].lora_alpha == 12
+    assert beside.peft_config["default"].base_model_name_or_path == str(tiny_model_directory.resolve())
+    assert (tiny_model_directory / "model.safetensors").read_bytes() == before
+    names = {name for name, _ in load_model(tiny_model_directory).named_parameters()}
+    assert {name for name, _ in merged.named_parameters()} == names
+    # Evaluated twice on the way, every adapter moved from its zeros.
+    for name, parameter in beside.named_parameters():
+        if ".lora_B." in name:
+            assert parameter.abs().max() > 0, name
+
+
+def test_checkpoints_hold_what_is_trained_and_nothing_frozen(tmp_path: Path, tiny_model_directory: Path) -> None:
+    finetune(build(FinetuneConfig, settings(tmp_path, tiny_model_directory, target_modules=["q_proj"])))
+    names = set()
+    for file in (tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names |= {name for name in opened.keys() if not name.startswith("generator/")}  # noqa: SIM118
+    adapters = {f"model.layers.{n}.self_attn.q_proj.lora_{side}.default.weight" for n in (0, 1) for side in "AB"}
+    kept = {f"model/{name}" for name in adapters}
+    kept |= {f"optimizer/{name}/{key}" for name in adapters for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert names - {name for name in names if "rotary_emb" in name} == kept
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    # q_proj of each of two layers is 64 x 64: rank 4 adds 2 x 64 x 4.
+    assert plan["trained_parameters"] == 2 * 2 * 64 * 4
+    assert plan["optimizer"] == "adamw"
+    # Ten times 2e-5 x 2048 / width, at most 2e-3.
+    assert plan["learning_rate"] == 2e-3
+
+
+@pytest.mark.parametrize("stop", [Stop("update", 3, signal.SIGTERM), Stop("finish", 6, signal.SIGKILL)], ids=str)
+def test_a_stopped_run_ends_like_one_that_was_not(tmp_path: Path, tiny_model_directory: Path, stop: Stop) -> None:
+    changes = settings(tmp_path, tiny_model_directory, lora_dropout=0.2)
+    finetune(build(FinetuneConfig, changes | {"output": str(tmp_path / "whole")}))
+    assert run("finetune", changes, stop)[0] == (130 if stop.number == signal.SIGTERM else -signal.SIGKILL)
+    assert run("finetune", changes)[0] == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("run", "whole")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_an_unknown_layer_is_refused(tmp_path: Path, tiny_model_directory: Path) -> None:
+    changes = settings(tmp_path, tiny_model_directory, target_modules=["q_prj"])
+    with pytest.raises(ConfigError, match="no linear layer q_prj"):
+        finetune(build(FinetuneConfig, changes))
