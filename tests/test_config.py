@@ -129,7 +129,7 @@ def test_without_places_keeps_all_but_where_things_lie() -> None:
 
     assert told("here") == told("/elsewhere")
     assert "model" not in told("here")
-    assert told("here")["max_length"] == 512
+    assert told("here")["max_length"] == "auto"
     other = build(FinetuneConfig, {"model": "m", "sources": [{"path": "chats", "encoding": "gbk"}]})
     assert other.without_places() != told("here")
 

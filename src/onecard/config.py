@@ -53,7 +53,12 @@ class TokenizerTrainConfig(Verb):
 
     corpus: Path = setting(Path("corpus"), "a corpus directory (from clean)", positional=True, metavar="CORPUS")
     output: Path = setting(Path("tokenizer"), "the tokenizer directory to write")
-    vocabulary_size: int = setting(8192, "entries, special tokens included", ge=300, le=1_000_000)
+    vocabulary_size: int = setting(
+        8192,
+        "entries, special tokens included; a recipe that names pretrain's size takes what suits it",
+        ge=300,
+        le=1_000_000,
+    )
     pre_tokenizer: Literal["qwen2", "llama-bpe", "gpt-2"] = setting(
         "qwen2", "how text is split before merging, by the name that llama.cpp knows it by (qwen2: one digit a token)"
     )
@@ -72,7 +77,9 @@ class TrainingConfig(Verb):
         None,
         "the plan fixes before the run as many updates as fit in this time on this machine (at most num_epochs)",
     )
-    max_length: int = setting(512, "tokens in a training row", ge=8)
+    max_length: Annotated[int, Field(ge=8)] | Auto = setting(
+        "auto", "tokens in a training row; auto: what suits the size of the model"
+    )
     batch_size: Positive | Auto = setting("auto", "rows in a micro-batch")
     gradient_accumulation_steps: Positive | Auto = setting("auto", "micro-batches in an update")
     optimizer: Literal["auto", "adamw", "muon", "adafactor"] = setting(
@@ -116,6 +123,12 @@ class TrainingConfig(Verb):
     keep_last: Positive = setting(2, "checkpoints kept")
     log_every: Positive = setting(1, "updates between lines of metrics.jsonl")
 
+    @property
+    def row_tokens(self) -> int:
+        """`max_length`, once the verb has resolved it."""
+        assert self.max_length != "auto"
+        return self.max_length
+
 
 class PretrainConfig(TrainingConfig):
     """Train a language model from nothing on a corpus."""
@@ -123,7 +136,9 @@ class PretrainConfig(TrainingConfig):
     corpus: Path = setting(Path("corpus"), "a corpus directory (from clean)", positional=True, metavar="CORPUS")
     tokenizer: Path = setting(Path("tokenizer"), "a tokenizer directory (from tokenizer train)")
     output: Path = setting(Path("pretrain"), "the run directory to write; the model lies in its model/")
-    size: str = setting("auto", "a preset such as 4M or 26M; auto: the largest that learns enough in the time given")
+    size: str = setting(
+        "auto", "parameters, such as 26M, 200M or 1B; auto: the largest that learns enough in the time given"
+    )
     start: Literal["auto", "random", "bigram"] = setting(
         "auto",
         "bigram: embeddings begin at the statistics of neighbouring tokens; auto takes it for small vocabularies",

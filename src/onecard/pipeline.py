@@ -33,6 +33,7 @@ from onecard.config import (
     TokenizerTrainConfig,
 )
 from onecard.errors import ArtifactError, ConfigError
+from onecard.model.presets import preset
 from onecard.settings import Settings, Source, build, nearest, read_toml, relative_to
 
 STATE = "pipeline.json"
@@ -160,6 +161,10 @@ class _Walk:
         for setting, providers in stage.inputs.items():
             if setting not in values:
                 values[setting] = self._provided(stage, setting, providers)
+        if stage.name == "tokenizer" and "vocabulary_size" not in values:
+            size = self.recipe.get("pretrain", {}).get("size", "auto")
+            if size != "auto":
+                values["vocabulary_size"] = preset(size).vocabulary
         if stage.name == "evaluate":
             if "questions" not in values and self._makes("finetune"):
                 tuned = relative_to(self.base, FinetuneConfig, self.recipe["finetune"])
@@ -187,11 +192,15 @@ class _Walk:
         if pretrain is None or finetune is None or _only_empty_folders(finetune.sources):
             return
         made = pretrain.output.resolve()
-        if finetune.model.resolve() in (made, made / "model") and finetune.max_length > pretrain.max_length:
+        if finetune.model.resolve() not in (made, made / "model") or finetune.max_length == "auto":
+            return
+        # With size = auto the shortest that the rules give is what is sure.
+        known = preset("4M" if pretrain.size == "auto" else pretrain.size).context_tokens
+        longest = known if pretrain.max_length == "auto" else pretrain.max_length
+        if finetune.max_length > longest:
             raise ConfigError(
-                f"{self.path}: max_length {finetune.max_length} in [finetune] is more than the {pretrain.max_length} "
-                "of [pretrain].",
-                f"Set max_length in [finetune] to at most {pretrain.max_length}, or raise it in [pretrain].",
+                f"{self.path}: max_length {finetune.max_length} in [finetune] is more than the {longest} of [pretrain].",
+                f"Set max_length in [finetune] to at most {longest}, or raise it in [pretrain].",
             )
 
     def _makes(self, name: str) -> bool:

@@ -34,11 +34,33 @@ def test_flops_by_hand() -> None:
     assert shape.training_flops_per_token(100, 10) == 365_568
 
 
-def test_an_unknown_size_names_the_nearest() -> None:
-    assert preset("26M").width == 512
-    with pytest.raises(ConfigError) as fault:
-        preset("126M")
-    assert "125M" in fault.value.remedy or "26M" in fault.value.remedy
-    with pytest.raises(ConfigError) as fault:
-        preset("enormous")
-    assert "2M, 4M" in fault.value.remedy
+def test_a_size_that_is_none_says_what_is() -> None:
+    for name in ("enormous", "100", "5B", "0.5M", "-26M", "26M x"):
+        with pytest.raises(ConfigError) as fault:
+            preset(name)
+        assert "1M to 4B" in fault.value.remedy and "2M, 4M" in fault.value.remedy
+
+
+def test_any_size_gives_a_model_of_about_that_size_in_good_proportion() -> None:
+    sizes = [1e6 * 1.17**k for k in range(53)]  # 1M to 3.5B
+    for size in sizes:
+        shape = preset(f"{size / 1e6:.3f}M")
+        assert shape.parameters(shape.vocabulary) == pytest.approx(size, rel=0.07 if size > 5e6 else 0.2)
+        assert 25 <= shape.width / shape.layers <= 100
+        assert shape.width == 64 * shape.heads and shape.heads % shape.key_value_heads == 0
+        assert shape.vocabulary * shape.width < 0.34 * size or size < 4e6
+        assert shape.tied == (size < 2e9)
+    for name in ("vocabulary", "context_tokens", "update_tokens"):
+        values = [getattr(preset(f"{size / 1e6:.3f}M"), name) for size in sizes]
+        assert values == sorted(values)
+
+
+def test_shapes_by_hand() -> None:
+    """26M: with 8 heads over 2 of keys and values a layer has 512 x 512 x 2.5 + 3 x 512 x 1408 = 2,818,048."""
+    small = preset("26M")
+    assert (small.layers, small.width, small.heads, small.key_value_heads, small.feed_forward) == (8, 512, 8, 2, 1408)
+    assert small.layer_parameters() == 8 * 2_818_048
+    assert (small.vocabulary, small.context_tokens, small.update_tokens) == (6400, 512, 16384)
+    assert small.learning_rate == pytest.approx(2e-3)
+    billion = preset("1b")
+    assert (billion.layers, billion.width, billion.key_value_heads, billion.tied) == (27, 1792, 7, True)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from onecard.model.presets import PRESETS, Preset
 from onecard.plan import speed
 
@@ -43,6 +45,12 @@ def test_the_choice_is_the_largest_that_sees_enough() -> None:
         >= speed.LEAST_TOKENS_PER_PARAMETER * preset.layer_parameters()
     ]
     assert shape == enough[-1]
+
+
+def test_an_update_by_hand() -> None:
+    """6 x 1M parameters x 1,000 tokens at 65 % of 10 GFLOP/s."""
+    found = speed.update_seconds(parameters=10**6, tokens=1000, flops_per_second=1e10, device="cpu")
+    assert found == pytest.approx(6e9 / 6.5e9)
 
 
 def test_updates_in_time_by_hand() -> None:

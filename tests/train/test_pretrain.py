@@ -119,10 +119,11 @@ def test_measuring_leaves_no_trace(
 
     monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
     monkeypatch.setattr(session, "_time_updates", spy)
-    pretrain(settings(tmp_path, tiny_tokenizer_directory, output="measured", max_steps=2))
+    timed = {"max_steps": "auto", "time_limit_minutes": 60, "num_epochs": 1}
+    measured = pretrain(settings(tmp_path, tiny_tokenizer_directory, output="measured", **timed))
     assert compared == [True]
-    monkeypatch.setattr(session, "_time_updates", lambda *_: 0.01)
-    pretrain(settings(tmp_path, tiny_tokenizer_directory, output="unmeasured", max_steps=2))
+    pretrain(settings(tmp_path, tiny_tokenizer_directory, output="unmeasured", max_steps=measured["updates"]))
+    assert compared == [True]
     assert weights(tmp_path / "measured") == weights(tmp_path / "unmeasured")
 
 
@@ -242,7 +243,7 @@ def test_tokens_of_another_tokenizer_are_not_taken(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(session, "_time_updates", fail)
-        pretrain(settings(tmp_path, tiny_tokenizer_directory))
+        pretrain(settings(tmp_path, tiny_tokenizer_directory, max_steps="auto", time_limit_minutes=1))
     assert (tmp_path / "run" / "tokens" / "train" / "meta.json").exists()
     write_corpus(tmp_path / "second", documents=12)
     config = settings(tmp_path / "second", tiny_tokenizer_directory, max_steps=1)

@@ -57,7 +57,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         overwrite=config.overwrite,
     )
     found, stores = _stores(config, run, tokenizer)
-    rows, held_out_store = PackedRows(stores["train"], config.max_length), stores["held_out"]
+    rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
 
     def build() -> Any:
@@ -82,7 +82,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             tokenizer=tokenizer,
             build_model=build,
             rows=rows,
-            held_out=PackedRows(held_out_store, config.max_length) if held_out_store.count else None,
+            held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
             weights=[1.0] * len(rows.per_source),
             defaults=_defaults(width, adapters=config.lora_rank > 0),
             parents=[base, *files],
@@ -95,7 +95,9 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 def _length(config: FinetuneConfig, base_config: dict[str, Any]) -> int:
     """Tokens of a row: what is asked for (ConfigError beyond the positions that the model knows), or what most need."""
-    positions = (base_config.get("text_config") or base_config).get("max_position_embeddings")
+    positions = (base_config.get("text_config") or base_config).get("max_position_embeddings") or base_config.get(
+        "n_positions"
+    )
     if config.max_length == "auto":
         return min(USUAL_LENGTH, positions or USUAL_LENGTH)
     if positions is not None and config.max_length > positions:
@@ -224,7 +226,7 @@ def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, r
         return None
     tally.seen.add(mark)
     encoded = encode_chat(tokenizer, chat.messages)
-    ids, learned = encoded.ids[: config.max_length], encoded.assistant_mask[: config.max_length]
+    ids, learned = encoded.ids[: config.row_tokens], encoded.assistant_mask[: config.row_tokens]
     if not any(learned):
         reject(Rejection("answer_beyond_max_length", chat.file, chat.line, text))
         return None

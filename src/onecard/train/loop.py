@@ -3,7 +3,8 @@
 An update takes its rows from the order (a function of seed, epoch and index), runs them in micro-batches, and divides
 every gradient by the labelled tokens of the whole update, so that neither micro-batch size nor accumulation nor packing
 changes the result. State is saved only between updates; a signal is obeyed at the next completed one.
-A non-finite loss or gradient skips the update: weights and optimizer state are as if it had not been tried.
+A non-finite loss or gradient skips the update: weights, optimizer state and schedule are as if it had not been tried.
+Where only the loss scale of fp16 was too high, the same update is tried again with a lower one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from torch import Tensor
 from onecard import console
 from onecard.data.batches import RowOrder
 from onecard.data.packing import RowBatch, Rows, gather
+from onecard.data.prefetch import Prefetch
 from onecard.errors import Interrupted, OnecardError
 from onecard.train import checkpoint
 from onecard.train.compilation import uncompiled
@@ -31,6 +33,7 @@ from onecard.train.metrics import RunLog, peak_memory_bytes
 from onecard.train.objectives import Objective
 from onecard.train.optimizers import Optimizers
 from onecard.train.precision import Precision
+from onecard.train.scaling import LossScale, clip_
 from onecard.train.schedule import Schedule
 
 # So many skipped updates in a row mean that the run is broken, not unlucky.
@@ -53,12 +56,16 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One update: mean loss of its labelled tokens (nats), gradient norm before clipping, tokens but padding."""
+    """One update: mean loss of its labelled tokens (nats), gradient norm before clipping, tokens but padding.
+
+    `waited_seconds` went by before its rows were there.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     skipped: bool
+    waited_seconds: float = 0.0
 
 
 class StopRequest:
@@ -110,7 +117,10 @@ def has_dropout(model: torch.nn.Module) -> bool:
 
 
 class Loop:
-    """Trains `model` in place. `run` is the run directory; `sample` writes what the model says at an evaluation."""
+    """Trains `model` in place. `run` is the run directory; `sample` writes what the model says at an evaluation.
+
+    `saving` is entered around every forward pass that is learned from: it decides what backward finds kept, and how.
+    """
 
     def __init__(
         self,
@@ -125,12 +135,15 @@ class Loop:
         schedule: Schedule,
         precision: Precision,
         settings: LoopSettings,
+        saving: Callable[[], AbstractContextManager[object]] = nullcontext,
         sample: Callable[[], list[tuple[str, str]]] | None = None,
     ) -> None:
         self.run_directory, self.model, self.objective = run, model, objective
         self.rows, self.order, self.held_out = rows, order, held_out
         self.optimizers, self.schedule, self.precision, self.settings = optimizers, schedule, precision, settings
-        self.sample = sample
+        self.saving, self.sample = saving, sample
+        self.loss_scale = LossScale(enabled=precision.loss_scaling)
+        self._ahead: Prefetch[list[RowBatch]] | None = None
         self.log = RunLog(run)
         self.step = self.tokens = self.skipped = self._skips_in_a_row = 0
         self.seconds = 0.0
@@ -146,28 +159,60 @@ class Loop:
             for at in range(0, len(numbers), size)
         ]
 
-    def update(self, update: int) -> UpdateResult:
-        """Compute the gradients of an update and apply them (or skip it if they are not finite)."""
-        batches = self.micro_batches(update)
-        labelled = sum(batch.labelled for batch in batches)
-        self.optimizers.set_factor(self.schedule.factor(update))
-        loss = 0.0
-        for batch in batches:
-            # Without any label the loss is 0 and so are its gradients.
-            part = self._loss(batch, 1.0 / max(1, labelled))
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += float(part.detach())
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        limit = self.settings.max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+    def update(self, number: int) -> UpdateResult:
+        """Compute the gradients of update `number` and apply them (or skip it if they are not finite)."""
+        if self._ahead is None:
+            self._ahead = Prefetch(self.micro_batches)
+        batches = self._ahead.take(number)
+        # Only updates that are applied move the schedule on.
+        self.optimizers.set_factor(self.schedule.factor(number - self.skipped))
+        loss, norm = self._scaled_gradients(number, batches)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self.optimizers.step()
+            self.loss_scale.update(overflow=False)
         self.optimizers.zero_grad()
-        return UpdateResult(loss, norm, sum(batch.tokens for batch in batches), skipped)
+        tokens = sum(batch.tokens for batch in batches)
+        return UpdateResult(loss, norm, tokens, skipped, self._ahead.waited_seconds)
+
+    def _scaled_gradients(self, number: int, batches: list[RowBatch]) -> tuple[float, float]:
+        """`_gradients`, again with half the loss scale as long as gradients overflow though the loss does not."""
+        before = self.loss_scale.state()
+        while True:
+            loss, norm = self._gradients(batches)
+            if not math.isfinite(loss) or math.isfinite(norm):
+                return loss, norm
+            if self.loss_scale.value <= 1:
+                self.loss_scale.load(before)  # not the scale but the rows are at fault
+                return loss, norm
+            self.loss_scale.update(overflow=True)
+            self.optimizers.zero_grad()
+            self.log.event("overflow", step=number + 1, loss_scale=self.loss_scale.value)
+
+    def _gradients(self, batches: list[RowBatch]) -> tuple[float, float]:
+        """Leave the clipped gradients of an update in `.grad`; its mean loss and the norm before clipping."""
+        # Without any label the loss is 0 and so are its gradients.
+        labelled = max(1, sum(batch.labelled for batch in batches))
+        scale = self.loss_scale.value
+        parts = []
+        for batch in batches:
+            part = self._loss(batch, scale / labelled)
+            part.backward()  # type: ignore[no-untyped-call]
+            parts.append(part.detach())
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.loss_scale.unscale_(gradients)
+        norm = clip_(gradients, self.settings.max_grad_norm)
+        # Read here and not before: a device then waits once an update, and not once a micro-batch.
+        return math.fsum(torch.stack(parts).tolist()) / scale, norm
+
+    def close(self) -> None:
+        """End the thread that makes batches ahead; a later update starts it anew."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def _loss(self, batch: RowBatch, scale: float, *, learn: bool = True) -> Tensor:
-        with self.precision.autocast():
+        with self.precision.autocast(), self.saving() if learn else nullcontext():
             return self.objective.loss(
                 self.model,
                 batch,
@@ -212,7 +257,11 @@ class Loop:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        parameters = list(self.model.named_parameters())
+        if any(parameter.requires_grad for _, parameter in parameters):
+            # What is frozen is as it was when the run began.
+            parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        named = [*parameters, *self.model.named_buffers()]
         return {f"model/{name}": tensor.detach() for name, tensor in named}
 
     def save(self) -> None:
@@ -228,6 +277,7 @@ class Loop:
             "seconds": self.seconds,
             "skipped": self.skipped,
             "skips_in_a_row": self._skips_in_a_row,
+            "loss_scale": self.loss_scale.state(),
         }
         self.log.flush()
         checkpoint.save(self.run_directory, self.step, tensors, state, keep_last=self.settings.keep_last)
@@ -258,6 +308,7 @@ class Loop:
             torch.cuda.set_rng_state(tensors["generator/cuda"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.skipped, self._skips_in_a_row = state["skipped"], state["skips_in_a_row"]
+        self.loss_scale.load(state["loss_scale"])
         self.log.cut_after(self.step)
         return True
 
@@ -265,6 +316,12 @@ class Loop:
 
     def run(self, description: str) -> None:
         """Train to `max_steps`. Interrupted after a signal (saved), OnecardError when too many updates are skipped."""
+        try:
+            self._run(description)
+        finally:
+            self.close()
+
+    def _run(self, description: str) -> None:
         settings = self.settings
         self.model.train()
         with (
@@ -312,6 +369,7 @@ class Loop:
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             tokens_per_second=result.tokens / max(update_seconds, 1e-9),
             seconds=self.seconds,
+            data_wait_fraction=result.waited_seconds / max(update_seconds, 1e-9),
             peak_memory_bytes=peak_memory_bytes(self.precision.device),
             **extra,
         )

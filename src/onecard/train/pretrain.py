@@ -49,10 +49,13 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
         hint = nearest(name, store.sources).strip() or f"Sources: {', '.join(store.sources)}."
         raise ConfigError(f"mix names a source {name} that the corpus does not have.", hint)
     weights = [config.mix.get(name, 1.0) for name in store.sources]
-    rows = StreamRows(store, config.max_length)
-    _check_mix(store.sources, rows.per_source, weights)
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
     shape = _shape(config, run, store, vocabulary, precision.flops_per_second, precision.device, weights)
+    if config.max_length == "auto":
+        config = config.model_copy(update={"max_length": shape.context_tokens})
+    rows = StreamRows(store, config.row_tokens)
+    _check_mix(store.sources, rows.per_source, weights)
+    _check_vocabulary(shape, vocabulary)
     from_counts = _starts_from_counts(config, vocabulary)
     if from_counts:
         shape = replace(shape, tied=False)
@@ -62,7 +65,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
 
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         # Positions beyond a training row were never seen: the model is not promised to read further.
-        settings = llama_config(shape, vocabulary=vocabulary, max_positions=config.max_length, token_ids=ids)
+        settings = llama_config(shape, vocabulary=vocabulary, max_positions=config.row_tokens, token_ids=ids)
         model = LlamaForCausalLM(settings)
         if from_counts:
             console.note("  counting which token follows which, and starting the model from that")
@@ -80,7 +83,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
             tokenizer=tokenizer,
             build_model=build,
             rows=rows,
-            held_out=None if held_out is None else StreamRows(held_out, config.max_length),
+            held_out=None if held_out is None else StreamRows(held_out, config.row_tokens),
             weights=weights,
             defaults=_defaults(shape, from_counts=from_counts),
             parents=[config.corpus, config.tokenizer],
@@ -111,6 +114,15 @@ def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) 
                 f"mix gives {name} a weight of {weight}, which is none of its {count} rows in an epoch.",
                 f"Give it at least {1 / count:.3g}, or 0 to leave it out.",
             )
+
+
+def _check_vocabulary(shape: Preset, vocabulary: int) -> None:
+    """Say it where the vocabulary is far from what the size of the model can use."""
+    if not shape.vocabulary / 4 <= vocabulary <= shape.vocabulary * 4:
+        console.note(
+            f"  a {shape.name} model learns best with a vocabulary of about {shape.vocabulary:,}; this tokenizer has "
+            f"{vocabulary:,} entries (see --vocabulary-size of `onecard tokenizer train`)"
+        )
 
 
 def _store(
@@ -177,22 +189,22 @@ def _shape(
         device=device,
         vocabulary=vocabulary,
         tokens=tokens,
-        context_tokens=config.max_length,
+        context_tokens=None if config.max_length == "auto" else config.max_length,
     )
 
 
 def _defaults(shape: Preset, *, from_counts: bool) -> Defaults:
-    """Learning rates by width: AdamW's falls with it (Yang et al. 2022), Muon's step is normalised and does not.
+    """What the size suggests (see model/presets.py).
 
     A model that starts at token statistics is moved gently: its embeddings are nearly right already.
     """
     gentle = 0.125 if from_counts else 1.0
     return Defaults(
-        learning_rate=gentle * 4e-3 * 256 / shape.width,
+        learning_rate=gentle * shape.learning_rate,
         muon_learning_rate=0.015 if from_counts else 0.02,
         num_epochs=4.0,
         optimizer="muon",
-        update_tokens=4096 if shape.width <= 256 else 16384 if shape.width <= 512 else 131072,
+        update_tokens=shape.update_tokens,
     )
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +17,8 @@ from onecard.data.packing import Rows
 from onecard.errors import ConfigError, Interrupted
 from onecard.model import attention
 from onecard.model.load import silence_transformers
-from onecard.plan.speed import updates_in_time
-from onecard.train import compilation, optimizers, report
+from onecard.plan.speed import update_seconds, updates_in_time
+from onecard.train import compilation, optimizers, report, timing
 from onecard.train.compilation import compile_layers
 from onecard.train.directory import RunDirectory
 from onecard.train.loop import Loop, LoopSettings
@@ -29,6 +27,7 @@ from onecard.train.objectives import NextToken
 from onecard.train.precision import Precision
 from onecard.train.schedule import Schedule
 
+Result = TypeVar("Result")
 # Settings that change neither weights nor their order: they may differ between a run and its resumption.
 _FREE = {"output", "overwrite", "keep_last", "log_every"}
 # Evaluations, samples and checkpoints, as a share of a timed run.
@@ -111,7 +110,7 @@ def train(task: Task) -> dict[str, Any]:
     if loop.step == 0:
         torch.manual_seed(task.config.seed)
     try:
-        loop.run(task.verb)
+        _or_plainly(task, model, plan, lambda: loop.run(task.verb))
     except Interrupted as stop:
         if not task.config.overwrite:
             raise
@@ -125,7 +124,7 @@ def train(task: Task) -> dict[str, Any]:
 def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
     """Resolve every `auto`; measure real updates where a time limit decides their number."""
     config, defaults = task.config, task.defaults
-    batch, accumulation = _batch_shape(config, defaults, task.precision.device)
+    batch, accumulation = _batch_shape(task)
     order = RowOrder(task.rows.per_source, task.weights, seed=config.seed, rows_per_update=batch * accumulation)
     plan: dict[str, Any] = {
         "verb": task.verb,
@@ -143,7 +142,7 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "rows_per_epoch": order.rows_per_epoch,
         "updates_per_epoch": order.updates_per_epoch,
-        "tokens_per_update": batch * accumulation * config.max_length,
+        "tokens_per_update": batch * accumulation * task.rows.max_length,
         **task.facts,
     }
     epochs = defaults.num_epochs if config.num_epochs == "auto" else config.num_epochs
@@ -154,10 +153,20 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
                 console.warn(f"{name} = {value} is not used: max_steps = {steps} fixes the number of updates.")
     # A provisional plan for the timing; the final numbers follow.
     plan |= {"max_steps": steps, "evaluate_every": steps, "save_every": steps}
-    plan["seconds_per_update"] = seconds = _time_updates(task, model, plan)
-    if config.time_limit_minutes is not None and config.max_steps == "auto":
+    timed = config.time_limit_minutes is not None and config.max_steps == "auto"
+    if timed:
+        seconds = _time_updates(task, model, plan)
         fitting = updates_in_time(config.time_limit_minutes * 60, seconds, evaluation_share=EVALUATION_SHARE)
         steps = min(steps, fitting)
+    else:
+        # Nothing depends on it, so nobody has to wait until it is measured.
+        seconds = update_seconds(
+            parameters=plan["parameters"],
+            tokens=plan["tokens_per_update"],
+            flops_per_second=task.precision.flops_per_second,
+            device=task.precision.device,
+        )
+    plan |= {"seconds_per_update": seconds, "measured": timed}
     every = config.evaluate_every if config.evaluate_every != "auto" else max(1, -(-steps // 6))
     save = config.save_every if config.save_every != "auto" else max(1, min(steps, round(60 / seconds)))
     return plan | {
@@ -170,10 +179,11 @@ def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
     }
 
 
-def _batch_shape(config: TrainingConfig, defaults: Defaults, device: str) -> tuple[int, int]:
+def _batch_shape(task: Task) -> tuple[int, int]:
     """Rows in a micro-batch and micro-batches in an update, so that an update has about `update_tokens` tokens."""
-    wanted = max(1, defaults.update_tokens // config.max_length)
-    most = max(1, (4096 if device == "cpu" else 16384) // config.max_length)
+    config, length = task.config, task.rows.max_length
+    wanted = max(1, task.defaults.update_tokens // length)
+    most = max(1, (4096 if task.precision.device == "cpu" else 16384) // length)
     if config.batch_size == "auto" and config.gradient_accumulation_steps == "auto":
         batch = min(most, wanted)
         return batch, max(1, wanted // batch)
@@ -186,36 +196,32 @@ def _batch_shape(config: TrainingConfig, defaults: Defaults, device: str) -> tup
 
 
 def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
-    """Median seconds of real updates after the first two (which compile), on a state that is put back afterwards."""
+    """Seconds of an update, measured."""
     console.note("  measuring this machine: a few updates, compiled first" if plan["compiled"] else "  measuring ...")
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    before = [(tensor, tensor.detach().clone()) for tensor in (*trained, *model.buffers())]
-    loop = _loop(task, model, plan)
-    model.train()
-    generator = torch.get_rng_state()
+
+    def measured() -> float:
+        return timing.seconds_per_update(
+            lambda micro_batches: _loop(task, model, plan | {"gradient_accumulation_steps": micro_batches}),
+            model,
+            micro_batches=plan["gradient_accumulation_steps"],
+        )
+
+    return _or_plainly(task, model, plan, measured)
+
+
+def _or_plainly(task: Task, model: Any, plan: dict[str, Any], action: Callable[[], Result]) -> Result:
+    """What `action` gives; where the layers turn out not to compile, again with plain ones."""
     try:
-        loop.update(0)
+        return action()
     except compilation.FAILURES as fault:
         console.note(f"  layers cannot be compiled here and run plainly: {str(fault).strip().splitlines()[0]}")
         console.note("  (on Linux: install g++ and the headers of Python, such as python3-dev, for more speed)")
         compilation.undo(model)
         model.zero_grad(set_to_none=True)
         plan["compiled"] = False
-        loop.update(0)
-    loop.update(1 % loop.order.updates_per_epoch)
-    times: list[float] = []
-    started = time.perf_counter()
-    while len(times) < 3 or (time.perf_counter() - started < 5 and len(times) < 20):
-        at = time.perf_counter()
-        loop.update(len(times) % loop.order.updates_per_epoch)
-        if task.precision.device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - at)
-    with torch.no_grad():
-        for tensor, value in before:
-            tensor.copy_(value)
-    torch.set_rng_state(generator)
-    return statistics.median(times)
+        if task.run.plan is not None:
+            task.run.write_plan(plan)
+        return action()
 
 
 def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
@@ -288,7 +294,8 @@ def _say_plan(task: Task, plan: dict[str, Any]) -> None:
     console.note(
         f"  plan: {plan['parameters'] / 1e6:.1f}M parameters, {plan['max_steps']:,} updates of "
         f"{plan['tokens_per_update']:,} tokens ({plan['epochs']:.2f} epochs), {plan['optimizer']}, "
-        f"{plan['precision']}, about {console.format_duration(plan['predicted_seconds'])} at "
+        f"{plan['precision']}, {'about' if plan['measured'] else 'very roughly'} "
+        f"{console.format_duration(plan['predicted_seconds'])} at "
         f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
     )
     limit = task.config.time_limit_minutes
