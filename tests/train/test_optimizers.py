@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from onecard.train import optimizers
+from onecard.train import muon, optimizers
 
 
 class RMSNorm(nn.Module):
@@ -100,7 +100,7 @@ def test_adamw_is_that_of_torch() -> None:
 @pytest.mark.parametrize("shape", [(3, 64, 64), (2, 96, 32), (2, 32, 96), (1, 1, 8)])
 def test_orthogonalised_matrices_keep_their_directions_with_singular_values_near_1(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made = optimizers.orthogonalise(matrices)
+    made = muon.orthogonalise(matrices)
     values = torch.linalg.svdvals(made)
     # A random square matrix has a few values too small for five steps; its mean stays near 1.
     small = shape[-1] == shape[-2]
@@ -117,8 +117,8 @@ def test_one_step_of_muon_by_hand() -> None:
     weight = nn.Parameter(torch.ones(4, 8))
     direction = torch.eye(4, 8)
     weight.grad = 3 * direction
-    optimizers.Muon([weight], lr=0.5, weight_decay=0.1).step()
-    value = float(optimizers.orthogonalise(direction[None])[0, 0, 0])
+    muon.Muon([weight], lr=0.5, weight_decay=0.1).step()
+    value = float(muon.orthogonalise(direction[None])[0, 0, 0])
     assert 0.6 < value < 1.3
     torch.testing.assert_close(weight.detach(), torch.full((4, 8), 0.95) - 0.5 * 0.2 * 8**0.5 * value * direction)
 

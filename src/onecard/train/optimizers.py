@@ -1,95 +1,163 @@
-"""Optimizers over named parameter groups: AdamW, and Muon for the matrices with AdamW for the rest.
+"""The optimizers of a run: which parameter is stepped by what, where its state lies, and when the step is taken.
 
 Decay touches matrices only: norms, biases and every other vector are left alone; a tied matrix stands in one group
-once.
-Own code for Muon because torch.optim.Muon orthogonalises in bf16 whatever the machine, which processors without bf16
-units do hundreds of times slower than fp32, and one matrix at a time; here matrices of one shape go through together.
+once. Steps are taken after all gradients are there, or inside backward, each as soon as its gradient is. Weights and
+gradients may be bf16; every step is computed in fp32. States go in and out as plain tensors under parameter names.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Quintic coefficients of the Newton-Schulz iteration that Keller Jordan published with Muon (2024): they drive all
-# singular values to about 1 in five steps.
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+from onecard import console
+from onecard.config import TrainingConfig
+from onecard.errors import ConfigError
+from onecard.train.eight_bit import AdamW8bit
+from onecard.train.muon import Muon
+from onecard.train.rounding import write
+
+_ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
+Group = dict[str, Any]
+Maker = Callable[[list[Group]], torch.optim.Optimizer]
 
 
-def orthogonalise(matrices_KMN: Tensor, *, steps: int = 5) -> Tensor:
-    """The nearest matrices with singular values near 1 (0.7 to 1.2), for a stack K x M x N, in its dtype."""
-    a, b, c = _NEWTON_SCHULZ
-    made = matrices_KMN
-    transposed = made.shape[-2] > made.shape[-1]
-    if transposed:
-        made = made.mT
-    made = made / (made.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        square = made @ made.mT
-        made = a * made + torch.baddbmm(square, square, square, beta=b, alpha=c) @ made
-    result: Tensor = made.mT if transposed else made
-    return result
+def check(config: TrainingConfig, precision: str | None = None) -> None:
+    """ConfigError for settings that cannot be combined; `precision` is what auto became."""
+    precision = precision or config.precision
+    accumulation = config.gradient_accumulation_steps
+    conflicts = [
+        (
+            config.optimizer_in_backward and config.max_grad_norm > 0,
+            "optimizer_in_backward steps each weight before the norm of all gradients is known, "
+            f"so max_grad_norm = {config.max_grad_norm:g} cannot clip by it.",
+            "Set max_grad_norm = 0, or optimizer_in_backward = false.",
+        ),
+        (
+            config.optimizer_in_backward and accumulation != "auto" and accumulation > 1,
+            "optimizer_in_backward keeps no gradient, "
+            f"so gradient_accumulation_steps = {accumulation} has nothing to add up.",
+            "Set gradient_accumulation_steps = 1 (and a larger batch_size), or optimizer_in_backward = false.",
+        ),
+        (
+            config.optimizer_in_backward and precision == "fp16",
+            "optimizer_in_backward steps weights before an overflow can be seen, so precision = fp16 cannot try again.",
+            "Set precision = bf16 or fp32, or optimizer_in_backward = false.",
+        ),
+        (
+            config.optimizer_in_backward and config.gradients == "bf16",
+            "optimizer_in_backward keeps no gradient, so gradients = bf16 saves nothing.",
+            "Set gradients = fp32, or optimizer_in_backward = false.",
+        ),
+        (
+            config.optimizer == "adafactor" and config.optimizer_states != "fp32",
+            "optimizer = adafactor keeps next to nothing, "
+            f"so optimizer_states = {config.optimizer_states} saves nothing.",
+            "Set optimizer_states = fp32, or optimizer = adamw.",
+        ),
+    ]
+    for conflict, what, remedy in conflicts:
+        if conflict:
+            raise ConfigError(what, remedy)
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024), with decoupled weight decay.
+class _Unit:
+    """An optimizer and its parameters: all of a kind, or a single one where its step needs room of its own.
 
-    The step of an M x N matrix is scaled by 0.2 sqrt(max(M, N)), so that its size matches AdamW's (Liu et al. 2025,
-    "Muon is scalable for LLM training") and one learning rate serves both.
+    `widened`: the step is taken on fp32 copies, which last as long as the step. `on_host`: so do states on the device.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self._compute_dtype = compute_dtype
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update from the gradients in `.grad`."""
-        assert closure is None, "the loop computes gradients"
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_shape[parameter.shape].append(parameter)
-            for shape, parameters in by_shape.items():
-                self._step_stack(group, shape, parameters)
-
-    def _step_stack(self, group: dict[str, Any], shape: torch.Size, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-        # Nesterov: look ahead by one more momentum step.
-        ahead = torch.stack(
-            [p.grad.lerp(self.state[p]["momentum_buffer"], group["momentum"]) for p in parameters]  # type: ignore[union-attr]
+    def __init__(self, group: Group, make: Maker, *, widened: bool, on_host: bool) -> None:
+        self.parameters: list[nn.Parameter] = group["params"]
+        self._widened, self._on_host = widened, on_host
+        assert len(self.parameters) == 1 or not (widened or on_host)
+        # What the optimizer knows: the parameters, or a stand-in that has no content between steps.
+        self.targets = (
+            [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters] if widened else self.parameters
         )
-        steps = orthogonalise(ahead.to(self._compute_dtype)).to(parameters[0].dtype)
-        size = group["lr"] * 0.2 * max(shape) ** 0.5
-        for parameter, step in zip(parameters, steps):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(step, alpha=-size)
+        self.part = make([{**group, "params": self.targets}])
+        self._host: dict[str, Tensor] = {}
+
+    def step(self) -> None:
+        """Step those parameters that have a gradient."""
+        if self._widened:
+            self._step_widened()
+            return
+        self._fetch()
+        self.part.step()
+        self._put_back()
+
+    def _step_widened(self) -> None:
+        (parameter,), (target,) = self.parameters, self.targets
+        if parameter.grad is None:
+            return
+        target.data = parameter.detach().float()  # the weight itself where it is fp32
+        target.grad = parameter.grad.float()
+        self._fetch()
+        self.part.step()
+        self._put_back()
+        if parameter.dtype != torch.float32:
+            with torch.no_grad():
+                write(parameter.detach(), target.detach())
+        target.grad = None
+        target.data = torch.empty(0, device=parameter.device)
+
+    def _fetch(self) -> None:
+        if self._host:
+            state = self.part.state[self.targets[0]]
+            state |= {key: value.to(self.targets[0].device, non_blocking=True) for key, value in self._host.items()}
+
+    def _put_back(self) -> None:
+        """Copies queue behind the step on the device's own stream: what follows there finds them done."""
+        if not self._on_host or not self.part.state:
+            return
+        state = self.part.state[self.targets[0]]
+        for key in [key for key, value in state.items() if value.ndim]:
+            value = state.pop(key)
+            if key not in self._host:
+                self._host[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+            self._host[key].copy_(value, non_blocking=True)
+
+    def states(self) -> list[tuple[nn.Parameter, dict[str, Tensor]]]:
+        """The state of each parameter that has one, wherever it lies."""
+        return [
+            (parameter, self.part.state[target] | self._host)
+            for parameter, target in zip(self.parameters, self.targets)
+            if target in self.part.state
+        ]
+
+    def load(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """The inverse of `states`; parameters without a state begin anew."""
+        self._host = {}
+        for parameter, target in zip(self.parameters, self.targets):
+            if parameter in states:
+                self.part.state[target] = dict(states[parameter])
+            else:
+                self.part.state.pop(target, None)
+        self._put_back()
 
 
 class Optimizers:
-    """One or two optimizers that step as one; state by parameter name, so that it survives a change of order."""
+    """Optimizers that step as one; state by parameter name, so that it survives a change of order."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer], names: dict[int, str]) -> None:
-        self.parts = parts
+    def __init__(self, units: list[_Unit], names: dict[int, str], *, in_backward: bool = False) -> None:
+        self.units = units
+        self.in_backward = in_backward
         self._names = names
-        self._peaks = [[group["lr"] for group in part.param_groups] for part in parts]
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]
+        self._squares = 0.0
+        self._hooks = [self._hook(unit) for unit in units] if in_backward else []
+
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The optimizers themselves."""
+        return [unit.part for unit in self.units]
 
     @property
     def peak_learning_rate(self) -> float:
@@ -103,21 +171,64 @@ class Optimizers:
                 group["lr"] = peak * factor
 
     def step(self) -> None:
-        """Step every part."""
-        for part in self.parts:
-            part.step()
+        """Step every parameter that has a gradient; nothing is left to do where backward has done it."""
+        if not self.in_backward:
+            for unit in self.units:
+                unit.step()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+
+    # --- inside backward ------------------------------------------------------------------------------------------
+
+    def _hook(self, unit: _Unit) -> Any:
+        (parameter,) = unit.parameters
+        # Weak: what was built for a few timed updates must not go on stepping beside what was built for the run.
+        owner, what = weakref.ref(self), weakref.ref(unit)
+
+        def take(_: Tensor) -> None:
+            found, taken = owner(), what()
+            if found is not None and taken is not None:
+                found._take(taken)
+
+        return parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _take(self, unit: _Unit) -> None:
+        """Step a parameter whose gradient has just become whole, and free the gradient.
+
+        From the first gradient that is not finite on no parameter is stepped any more: weights stay finite.
+        """
+        (parameter,) = unit.parameters
+        assert parameter.grad is not None
+        self._squares += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)) ** 2
+        if math.isfinite(self._squares):
+            unit.step()
+        parameter.grad = None
+
+    def taken_norm(self) -> float:
+        """The norm of the gradients that backward has taken since the last call (not finite: some were not applied)."""
+        norm, self._squares = math.sqrt(self._squares), 0.0
+        return norm
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # --- state ----------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor of state as `parameter name` + `/` + `key`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies to the host may be on their way
         return {
             f"{self._names[id(parameter)]}/{key}": value
-            for part in self.parts
-            for parameter, state in part.state.items()
+            for unit in self.units
+            for parameter, state in unit.states()
             for key, value in state.items()
         }
 
@@ -127,10 +238,9 @@ class Optimizers:
         for name, value in tensors.items():
             parameter_name, key = name.rsplit("/", 1)
             by_name[parameter_name][key] = value
-        for part in self.parts:
-            for group in part.param_groups:
-                for parameter in group["params"]:
-                    part.state[parameter] = by_name.get(self._names[id(parameter)], {})
+        for unit in self.units:
+            named = {parameter: self._names[id(parameter)] for parameter in unit.parameters}
+            unit.load({parameter: by_name[name] for parameter, name in named.items() if name in by_name})
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
@@ -159,20 +269,67 @@ def build(
     muon_learning_rate: float,
     weight_decay: float,
     muon_dtype: torch.dtype = torch.float32,
+    states: str = "fp32",
+    in_backward: bool = False,
+    gradients: str = "fp32",
 ) -> Optimizers:
-    """`adamw`, or `muon` (matrices by Muon, embeddings and vectors by AdamW)."""
+    """`adamw`, `adafactor`, or `muon` (matrices by Muon, embeddings and vectors by AdamW).
+
+    `states`: fp32, 8bit or host; `gradients`: fp32 or bf16, the format in which they are kept. bf16 weights are rounded
+    stochastically at every step.
+    """
     kinds = parameter_kinds(model)
     names = {id(parameter): name for group in kinds.values() for name, parameter in group}
-    decayed = [p for _, p in kinds["embeddings"]]
-    vectors = [p for _, p in kinds["vectors"]]
-    matrices = [p for _, p in kinds["matrices"]]
-    parts: list[torch.optim.Optimizer] = []
+    matrices, embeddings, vectors = ([p for _, p in kinds[kind]] for kind in ("matrices", "embeddings", "vectors"))
+    kept = torch.bfloat16 if gradients == "bf16" else torch.float32
+    for parameter in (*matrices, *embeddings, *vectors):
+        if parameter.grad_dtype != kept:
+            parameter.grad = None
+            parameter.grad_dtype = kept
+    on_host = states == "host"
+    if on_host and all(parameter.device.type == "cpu" for parameter in (*matrices, *embeddings, *vectors)):
+        console.note("  optimizer states lie on the host already: this run trains there")
+        on_host = False
+    eight_bit = states == "8bit"
+
+    def muon(groups: list[Group]) -> torch.optim.Optimizer:
+        return Muon(groups, lr=muon_learning_rate, compute_dtype=muon_dtype, eight_bit=eight_bit)
+
+    def rest(groups: list[Group]) -> torch.optim.Optimizer:
+        if optimizer == "adafactor":
+            return torch.optim.Adafactor(groups, lr=learning_rate)
+        if eight_bit:
+            return AdamW8bit(groups, lr=learning_rate, **_ADAM)
+        return torch.optim.AdamW(groups, lr=learning_rate, fused=True, **_ADAM)
+
+    plans: list[tuple[Maker, list[Group]]] = []
     if optimizer == "muon" and matrices:
-        parts.append(Muon(matrices, lr=muon_learning_rate, weight_decay=weight_decay, compute_dtype=muon_dtype))
-    else:
-        decayed = matrices + decayed
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    if groups:
-        parts.append(torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True))
-    return Optimizers(parts, names)
+        plans.append((muon, [{"params": matrices, "weight_decay": weight_decay}]))
+        matrices = []
+    plans.append(
+        (
+            rest,
+            [
+                {"params": matrices + embeddings, "weight_decay": weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+        )
+    )
+    units: list[_Unit] = []
+    for make, groups in plans:
+        for group in groups:
+            units += _units(group, make, native=make is muon or eight_bit, alone=in_backward, on_host=on_host)
+    return Optimizers(units, names, in_backward=in_backward)
+
+
+def _units(group: Group, make: Maker, *, native: bool, alone: bool, on_host: bool) -> list[_Unit]:
+    """The units of a group; `native` optimizers take weights and gradients of any type."""
+    together: list[nn.Parameter] = []
+    made: list[_Unit] = []
+    for parameter in group["params"]:
+        widened = not native and (parameter.dtype != torch.float32 or parameter.grad_dtype != torch.float32)
+        if alone or widened or on_host:
+            made.append(_Unit({**group, "params": [parameter]}, make, widened=widened, on_host=on_host))
+        else:
+            together.append(parameter)
+    return ([_Unit({**group, "params": together}, make, widened=False, on_host=False)] if together else []) + made
