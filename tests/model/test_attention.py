@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from families import WINDOW, make_family
 from onecard.data.packing import IGNORED, PackedRows, gather
 from onecard.data.tokens import Encoded, write_store
-from onecard.errors import ConfigError
 from onecard.model import attention
 from onecard.train.objectives import NextToken
 
@@ -81,7 +83,7 @@ def test_loss_outputs_and_gradients_are_those_of_each_document_alone(
     alone_loss.backward()
     meant = gradients(model)
 
-    attention.switch(model)
+    assert attention.switch(model)
     loss = NextToken().loss(model, batch, scale=1.0, device="cpu", row_tokens=16)
     loss.backward()
     made = gradients(model)
@@ -153,23 +155,77 @@ def test_bf16_autocast_runs_and_is_near(tmp_path: Path) -> None:
     assert all(p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_a_sliding_window_shorter_than_a_document_is_refused() -> None:
-    query = torch.randn(1, 2, 8, 4)
-    edges = torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(ConfigError, match="sliding window of 4"):
-        attention.packed_attention(
-            torch.nn.Identity(), query, query, query, None, cu_seq_lens_q=edges, max_length_q=8, sliding_window=4
-        )
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int], scale: float, window: int, cap: float
+) -> torch.Tensor:
+    """The definition: one matrix of scores over the whole row."""
+    groups = query.shape[1] // key.shape[1]
+    place = torch.arange(query.shape[2])
+    document = torch.bucketize(place, torch.tensor(ends), right=True)
+    back = place[:, None] - place
+    visible = (document[:, None] == document) & (back >= 0) & ((back < window) if window else torch.tensor(True))
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
-def test_attention_of_another_kind_is_refused(extra: dict[str, Any]) -> None:
-    query = torch.randn(1, 2, 8, 4)
+@pytest.mark.parametrize("way", ["operator", "by document"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 1, 3, 40, 300])
+def test_windows_and_caps_equal_the_definition(window: int, cap: float, way: str) -> None:
+    """Documents shorter and longer than windows and blocks; both ways, in value and gradients, in fp64."""
+    torch.manual_seed(0)
+    ends = [7, 8, 560, 600]
+    edges = torch.tensor([0, *ends, 600], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 600, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    if way == "operator":
+        made = attention.document_attention(query, key, value, edges, 0.5, window, cap)[0]
+    else:
+        made = attention._by_document(query, key, value, edges, 0.5, window, cap, 0.0).transpose(1, 2)
+    meant = plain_attention(query, key, value, ends, 0.5, window, cap)
+    torch.testing.assert_close(made, meant, rtol=1e-10, atol=1e-10)
+    grad = torch.randn_like(made)
+    for mine, exact in zip(*(torch.autograd.grad(output, (query, key, value), grad) for output in (made, meant))):
+        torch.testing.assert_close(mine, exact, rtol=1e-9, atol=1e-9)
+
+
+def test_a_window_is_used_only_where_a_document_can_be_longer() -> None:
+    """Alone it would show in the result: 8 tokens, of which each sees itself and one before it."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 8, 4).unbind()
     edges = torch.tensor([0, 8], dtype=torch.int32)
-    with pytest.raises(ConfigError, match="packed attention does not do yet"):
-        attention.packed_attention(
-            torch.nn.Identity(), query, query, query, None, cu_seq_lens_q=edges, max_length_q=8, **extra
+    for longest, window in ((8, 2), (2, 0)):
+        made, _ = attention.packed_attention(
+            torch.nn.Identity(), query, key, value, None, cu_seq_lens_q=edges, max_length_q=longest, sliding_window=2
         )
+        meant = plain_attention(query, key, value, [8], 0.5, window, 0.0)
+        torch.testing.assert_close(made.transpose(1, 2), meant, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+def test_blocks_of_a_long_document_never_hold_all_scores(cap: float) -> None:
+    """1024 tokens with a window of 64: the largest tensor made is below a sixteenth of 1024 x 1024 by head."""
+    query, key, value = torch.randn(3, 1, 2, 1024, 4).unbind()
+    edges = torch.tensor([0, 1024], dtype=torch.int32)
+    shapes = [(b.queries, b.keys) for b in attention.blocks(edges, 64)]
+    assert shapes[0] == (slice(0, 32), slice(0, 32))
+    assert shapes[-1] == (slice(992, 1024), slice(929, 1024))
+    largest = _LargestTensor()
+    with largest:
+        attention.document_attention(query, key, value, edges, 0.5, 64, cap)
+    assert largest.numel <= max(1024 * 2 * 4, 2 * 256 * (256 + 63))
+
+
+class _LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
 
 
 class _Leaky(torch.nn.Module):
@@ -188,23 +244,30 @@ class _Leaky(torch.nn.Module):
 def test_switch_refuses_a_model_that_carries_state_across_documents() -> None:
     model = make_model()
     model.model.layers[0] = _Leaky(model.model.layers[0])
-    with pytest.raises(ConfigError, match="computes something else"):
-        attention.switch(model)
+    assert not attention.switch(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
-def test_switch_refuses_logits_that_are_more_than_a_product() -> None:
+class _Squared(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).square()
+
+
+def test_switch_refuses_logits_that_are_not_those_of_the_head() -> None:
     model = make_model()
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY))
-    with pytest.raises(ConfigError, match="computes something else"):
-        attention.switch(model)
+    model.lm_head = _Squared(32, VOCABULARY, bias=False)
+    assert not attention.switch(model)
 
 
-def test_switch_takes_learned_positions_and_keeps_the_mode() -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32))
-    model.train()
-    attention.switch(model)
-    assert model.training
+@pytest.mark.parametrize("mode", [True, False])
+def test_switch_draws_no_random_number_and_keeps_the_mode_and_the_windows(mode: bool) -> None:
+    model = make_family("gemma2", attention_dropout=0.5).train(mode)
+    state = torch.get_rng_state()
+    assert attention.switch(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training == mode for module in model.modules())
+    assert model.config.sliding_window == WINDOW
+    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [WINDOW, None]
 
 
 def test_another_number_of_documents_keeps_the_shapes(tmp_path: Path) -> None:

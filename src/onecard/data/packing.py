@@ -1,7 +1,8 @@
 """Rows of at most `max_length` tokens, made of whole documents (chats) or of pieces of a stream (plain text).
 
 A row is a list of segments of the token store. Documents never see each other: each segment is attended alone and its
-positions restart. Nothing is predicted across the end of a document.
+positions restart. Nothing is predicted across the end of a document. For a model that cannot keep documents apart in
+one row there are rows of one document each.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class RowBatch:
     """Rows laid end to end. N = rows x max_length.
 
     input_ids, labels, position_ids: int64, N. boundaries: int32, documents + 1,
-    then filled with N. labelled: how many labels are learned.
+    then filled with N. row_lengths: int64, rows: tokens of each but padding.
+    labelled: how many labels are learned. tokens: all but padding.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     boundaries: NDArray[np.int32]
+    row_lengths: NDArray[np.int64]
     longest: int
     labelled: int
     tokens: int
@@ -108,6 +111,28 @@ class PackedRows:
         return [Segment(int(starts[d]), int(starts[d + 1]), int(starts[d + 1])) for d in self._rows[row]]
 
 
+class PaddedRows:
+    """One document a row; a document longer than `max_length` is cut into several rows, each token used once."""
+
+    def __init__(self, store: TokenStore, max_length: int) -> None:
+        self.store, self.max_length = store, max_length
+        lengths = store.lengths()
+        self._rows: list[Segment] = []
+        self.per_source = []
+        for source in range(len(store.sources)):
+            before = len(self._rows)
+            for document in np.flatnonzero((store.source_of == source) & (lengths > 0)).tolist():
+                begin, end = int(store.starts[document]), int(store.starts[document + 1])
+                self._rows += [Segment(at, min(at + max_length, end), end) for at in range(begin, end, max_length)]
+            self.per_source.append(len(self._rows) - before)
+        if not self._rows:
+            raise DataError("There is no row to train on.", "Give more rows.")
+
+    def segments(self, row: int) -> list[Segment]:
+        """The document (or piece of one) in a row."""
+        return [self._rows[row]]
+
+
 def best_fit(lengths: NDArray[np.int64], documents: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Best-fit-decreasing bin packing; deterministic. Each document goes into the fullest row that still takes it."""
     rows: list[list[int]] = []
@@ -144,7 +169,8 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
     input_ids = np.full(total, pad_id, dtype=np.int64)
     labels = np.full(total, IGNORED, dtype=np.int64)
     positions = np.zeros(total, dtype=np.int64)
-    boundaries, tokens = [0], 0
+    row_lengths = np.zeros(row_count or len(numbers), dtype=np.int64)
+    boundaries = [0]
     for order in range(row_count or len(numbers)):
         at = order * width
         for segment in rows.segments(numbers[order]) if order < len(numbers) else []:
@@ -158,9 +184,9 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
             labels[at : at + following.size] = following
             positions[at : at + size] = np.arange(size)
             at += size
-            tokens += size
             boundaries.append(at)
         row_end = (order + 1) * width
+        row_lengths[order] = at - order * width
         if at < row_end:
             positions[at:row_end] = np.arange(row_end - at)
             boundaries.append(row_end)
@@ -169,4 +195,13 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
     capacity = total // 8 + 2 if len(boundaries) <= total // 8 + 2 else total + 1
     edges = np.full(capacity, total, dtype=np.int32)
     edges[: len(boundaries)] = boundaries
-    return RowBatch(input_ids, labels, positions, edges, longest, int((labels != IGNORED).sum()), tokens)
+    return RowBatch(
+        input_ids,
+        labels,
+        positions,
+        edges,
+        row_lengths,
+        longest,
+        labelled=int((labels != IGNORED).sum()),
+        tokens=int(row_lengths.sum()),
+    )

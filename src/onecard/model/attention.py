@@ -1,134 +1,35 @@
 """Causal attention over packed documents: each token sees its own document and nothing else.
 
 A micro-batch is one flat row of tokens; `cu_seq_lens_q` marks where documents begin and end. The function is registered
-with transformers under the name PACKED, so any of its architectures that take an attention interface can use it.
-On a CPU the documents are attended one after another by PyTorch's fused kernel (no mask, no wasted products); on CUDA
-in 16 bits by its variable-length flash attention; otherwise, and with dropout, which those two do not have, by
-scaled_dot_product_attention, document by document.
+with transformers under the name PACKED, so any of its architectures that take an attention interface can use it, with
+grouped heads, sliding windows and capped logits. On a CPU it is `document_attention`; on CUDA in 16 bits PyTorch's
+variable-length flash attention (capped logits: `document_attention`); otherwise, and with dropout, which those two do
+not have, document by document with what PyTorch has for one.
 
-It does not know of soft-capped logits (Gemma 2), attention sinks, or layers that mix tokens in another way than by
-attention: `switch` proves on two short documents that a model computes the same as without packing, and refuses others.
+It does not know of attention sinks, chunked attention, or layers that mix tokens in another way than by attention:
+`switch` proves on two short documents that a model computes the same as without packing, and leaves others as they are.
+Rotary embeddings that change with the longest position of a batch (dynamic, longrope) change so here as in any batch.
 The CUDA path is the same interface and has not been run on a card yet.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onecard.errors import ConfigError
+from onecard.model.document_attention import blocks, document_attention, exact_dtype
+from onecard.model.loss import agree, plain_logits_agree
 
 PACKED = "onecard_packed"
-
-
-def _boundaries(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    ends = cu_seqlens.tolist()
-    return [(begin, end) for begin, end in zip(ends, ends[1:]) if end > begin]
-
-
-def _logsumexp_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-@torch.library.custom_op("onecard::document_attention", mutates_args=())
-def document_attention(
-    query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """CPU: causal attention inside each document of one flat row (B = 1, equal numbers of heads).
-
-    Returns the output (B, T, H, D, contiguous, viewed as B, H, T, D) and the log-sum-exp (B, H, T) for the backward.
-    An operator of its own so that a compiled layer treats it as one node whatever the document lengths.
-    """
-    batch, heads, tokens, width = query_BHTD.shape
-    output_BTHD = query_BHTD.new_empty(batch, tokens, heads, width)
-    logsumexp_BHT = torch.empty(batch, heads, tokens, dtype=_logsumexp_dtype(query_BHTD.dtype))
-    for begin, end in _boundaries(cu_seqlens):
-        piece, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query_BHTD[:, :, begin:end],
-            key_BHTD[:, :, begin:end],
-            value_BHTD[:, :, begin:end],
-            0.0,
-            True,
-            scale=scale,
-        )
-        output_BTHD[:, begin:end] = piece.transpose(1, 2)
-        logsumexp_BHT[:, :, begin:end] = lse
-    return output_BTHD.transpose(1, 2), logsumexp_BHT
-
-
-@document_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    batch, heads, tokens, width = query.shape
-    return (
-        query.new_empty(batch, tokens, heads, width).transpose(1, 2),
-        query.new_empty(batch, heads, tokens, dtype=_logsumexp_dtype(query.dtype)),
-    )
-
-
-@torch.library.custom_op("onecard::document_attention_backward", mutates_args=())
-def document_attention_backward(
-    grad_BHTD: Tensor,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    output_BHTD: Tensor,
-    logsumexp_BHT: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `document_attention` with respect to query, key and value (each B, H, T, D)."""
-    batch, heads, tokens, width = query_BHTD.shape
-    made = [query_BHTD.new_zeros(batch, tokens, heads, width).transpose(1, 2) for _ in range(3)]
-    for begin, end in _boundaries(cu_seqlens):
-        rows = slice(begin, end)
-        pieces = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHTD[:, :, rows],
-            query_BHTD[:, :, rows],
-            key_BHTD[:, :, rows],
-            value_BHTD[:, :, rows],
-            output_BHTD[:, :, rows],
-            logsumexp_BHT[:, :, rows].contiguous(),
-            0.0,
-            True,
-            scale=scale,
-        )
-        for whole, piece in zip(made, pieces):
-            whole[:, :, rows] = piece
-    return made[0], made[1], made[2]
-
-
-@document_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, tokens, width = query.shape
-    made = [query.new_empty(batch, tokens, heads, width).transpose(1, 2) for _ in range(3)]
-    return made[0], made[1], made[2]
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens)
-    ctx.scale = scale
-
-
-def _backward(ctx: Any, grad: Tensor, _grad_logsumexp: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, output, logsumexp, cu_seqlens = ctx.saved_tensors
-    grads = document_attention_backward(grad, query, key, value, output, logsumexp, cu_seqlens, ctx.scale)
-    return (*grads, None, None)
-
-
-document_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+# The proof is run with windows as short as this, so that two short documents show whether a model's are honoured.
+PROOF_WINDOW = 3
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 
 
 def packed_attention(
@@ -149,62 +50,79 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (1, H, T, D), key and value (1, H_kv, T, D) -> output (1, T, H, D).
 
-    `cu_seq_lens_q` (int32, on the CPU for CPU tensors) holds 0 and the running ends of the documents. A sliding window
-    is allowed only where no document is longer than it, for then it changes nothing.
+    `cu_seq_lens_q` (int32, on the CPU for CPU tensors) holds 0 and the running ends of the documents, of which none is
+    longer than `max_length_q`. A sliding window counts the token itself.
     """
     assert cu_seq_lens_q is not None, "the loop passes document boundaries to every forward"
     assert attention_mask is None, "boundaries replace masks"
+    if s_aux is not None:
+        raise NotImplementedError("attention sinks")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if sliding_window is not None and max_length_q is not None and max_length_q > sliding_window:
-        raise ConfigError(
-            f"Documents of {max_length_q} tokens are longer than the model's sliding window of {sliding_window}.",
-            f"Set max_length to at most {sliding_window}.",
-        )
-    if softcap or s_aux is not None:
-        raise ConfigError(
-            f"The model {'caps its attention logits' if softcap else 'has attention sinks'}, which packed attention "
-            "does not do yet.",
-            "Use a Llama, Qwen or Mistral kind of model.",
-        )
-    groups = query.shape[1] // key.shape[1]
+    longest = int(max_length_q or query.shape[2])
+    window, cap = (sliding_window if sliding_window and sliding_window < longest else 0), softcap or 0.0
     # Under autocast rotary embeddings leave fp32 queries and keys beside 16-bit values; the kernel wants one format.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if query.is_cuda and not dropout and query.dtype in (torch.float16, torch.bfloat16):
-        from torch.nn.attention.varlen import varlen_attn
-
-        flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value)]
-        if groups > 1:
-            flat[1], flat[2] = (tensor.repeat_interleave(groups, dim=1) for tensor in flat[1:])
-        # The third positional pair is the causal window: everything before, nothing after.
-        made = _varlen(varlen_attn, flat, cu_seq_lens_q, int(max_length_q or query.shape[2]), scale)
-        return made.unsqueeze(0), None
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if query.device.type == "cpu" and not dropout:
-        output, _ = document_attention(query, key, value, cu_seq_lens_q, scale)
+    if not dropout and (cap or query.device.type == "cpu"):
+        output, _ = document_attention(query, key, value, cu_seq_lens_q, scale, window, cap)
         return output.transpose(1, 2), None
-    pieces = [
-        F.scaled_dot_product_attention(
-            query[:, :, begin:end],
-            key[:, :, begin:end],
-            value[:, :, begin:end],
-            None,
-            dropout,
-            is_causal=True,
-            scale=scale,
+    if not dropout and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        made = _variable_length(query, key, value, cu_seq_lens_q, longest, scale, window)
+        if made is not None:
+            return made, None
+    return _by_document(query, key, value, cu_seq_lens_q, scale, window, cap, dropout), None
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
+) -> Tensor | None:
+    """torch's variable-length attention as the installed release (2.11 to 2.13) spells it; None if it has no window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    function: Any = varlen_attn
+    known = inspect.signature(function).parameters
+    if "window_size" in known:
+        # So many keys before the token itself, and none after it.
+        settings: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0)}
+    elif window:
+        return None
+    else:
+        settings = {"is_causal": True}
+    flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value)]
+    if "enable_gqa" in known:
+        settings["enable_gqa"] = query.shape[1] > key.shape[1]
+    else:
+        flat[1:] = [tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in flat[1:]]
+    made: Tensor = function(*flat, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **settings)
+    return made.unsqueeze(0)
+
+
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    dropout: float,
+) -> Tensor:
+    """One document (or block of its queries) after another, with dropout, differentiated by autograd."""
+    groups, pieces = query.shape[1] // key.shape[1], []
+    for rows, reach, visible_QR in blocks(cu_seqlens, window):
+        q, k, v = (
+            query[:, :, rows],
+            *(t[:, :, reach].repeat_interleave(groups, 1) if groups > 1 else t[:, :, reach] for t in (key, value)),
         )
-        for begin, end in _boundaries(cu_seq_lens_q)
-    ]
-    return torch.cat(pieces, dim=2).transpose(1, 2), None
-
-
-def _varlen(function: Any, flat: list[Tensor], cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
-    """torch's variable-length attention, causal, in the spelling of the installed release (2.11 to 2.13)."""
-    import inspect
-
-    causal = {"is_causal": True} if "is_causal" in inspect.signature(function).parameters else {"window_size": (-1, 0)}
-    made: Tensor = function(*flat, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **causal)
-    return made
+        if softcap:
+            scores_QR = (q @ k.transpose(-1, -2)).to(exact_dtype(q.dtype)) * (scale / softcap)
+            if visible_QR is None:
+                visible_QR = torch.ones(scores_QR.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            weights_QR = (scores_QR.tanh() * softcap).masked_fill(~visible_QR, -torch.inf).softmax(-1).to(v.dtype)
+            pieces.append(F.dropout(weights_QR, dropout) @ v)
+        else:
+            causal = visible_QR is None
+            pieces.append(F.scaled_dot_product_attention(q, k, v, visible_QR, dropout, is_causal=causal, scale=scale))
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
 def register() -> None:
@@ -214,40 +132,81 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
 
 
-@torch.no_grad()
-def switch(model: Any) -> None:
-    """Let `model` (fp32) attend packed documents, after a proof on two short ones that it computes the same.
+def use_own(model: Any) -> None:
+    """Let `model` attend in its own way again (generation, saving): by the fused kernel where it can."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # Gemma 2: capped logits
+        model.set_attn_implementation("eager")
 
-    ConfigError where it would not: layers that carry state from one document into the next, attention of another kind,
-    or logits that are not just the product of the last hidden state and the head (which is what training computes).
+
+# --- the proof ----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def switch(model: Any) -> bool:
+    """Let `model` attend packed documents, after a proof on two short ones that it computes the same.
+
+    False, with the model as it was, where it would not: layers that carry state from one document into the next,
+    attention of another kind, or logits that training cannot compute from the last hidden state (see `loss.head_of`).
+    Call it before weights are quantized or layers compiled.
     """
     register()
-    was_training = model.training
+    own, was_training = model.config._attn_implementation, model.training
     model.eval()
-    device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
-    ids_12 = torch.arange(12, device=device).remainder(vocabulary).unsqueeze(0)
-    before, alone = ids_12[:, :5], ids_12[:, 5:]
-    refusal = ConfigError(
-        f"A {model.config.model_type} model computes something else when documents are packed into one row.",
-        "Use a Llama, Qwen or Mistral kind of model.",
-    )
     try:
-        plain = model(alone, use_cache=False)
-        hidden_17D = model.get_decoder()(alone, use_cache=False).last_hidden_state
-        model.set_attn_implementation(PACKED)
-        packed_17D = model.get_decoder()(
-            input_ids=torch.cat([before, alone], dim=1),
-            position_ids=torch.cat([torch.arange(5), torch.arange(7)]).to(device).unsqueeze(0),
-            use_cache=False,
-            cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32, device=device),
-            max_length_q=7,
-        ).last_hidden_state[:, 5:]
-    except (TypeError, ValueError, AssertionError, NotImplementedError, AttributeError) as fault:
-        raise refusal from fault
+        with _short_windows(model):
+            proven = plain_logits_agree(model) and _documents_agree(model)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AssertionError, NotImplementedError, AttributeError, KeyError, RuntimeError):
+        # Each is a way in which an architecture shows that it has no place for document boundaries.
+        proven = False
     finally:
         model.train(was_training)
-    logits = hidden_17D @ model.get_output_embeddings().weight.T
-    tolerance = 1e-3 if device.type == "cpu" else 5e-3  # a card multiplies fp32 with the mantissa of TF32
-    for made, meant in ((packed_17D, hidden_17D), (logits, plain.logits)):
-        if not float((made - meant).abs().max()) <= tolerance * float(meant.abs().max()):
-            raise refusal
+    if not proven:
+        model.set_attn_implementation(own)
+    return proven
+
+
+def _documents_agree(model: Any) -> bool:
+    """Whether the second of two packed documents has the hidden states that it has alone. Sets PACKED."""
+    device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
+    lengths = (5, 9)
+    ids_1T = (7 * torch.arange(sum(lengths), device=device) + 1).remainder(vocabulary).unsqueeze(0)
+    decoder = model.get_decoder()
+    alone_1TD = decoder(input_ids=ids_1T[:, lengths[0] :], use_cache=False).last_hidden_state
+    model.set_attn_implementation(PACKED)
+    if model.config._attn_implementation != PACKED:
+        return False
+    packed_1TD = decoder(
+        input_ids=ids_1T,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device).unsqueeze(0),
+        use_cache=False,
+        cu_seq_lens_q=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device),
+        max_length_q=max(lengths),
+    ).last_hidden_state
+    return agree(packed_1TD[:, lengths[0] :], alone_1TD)
+
+
+@contextmanager
+def _short_windows(model: Any) -> Iterator[None]:
+    """Shorten every sliding window and attention chunk to PROOF_WINDOW for a while."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            if owner is not None:
+                owners[id(owner)] = owner
+    before: list[tuple[Any, str, int]] = []
+    for owner in owners.values():
+        for name in _WINDOW_SETTINGS:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > PROOF_WINDOW:
+                before.append((owner, name, value))
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, PROOF_WINDOW)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

@@ -57,7 +57,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa", device: str = "cpu"
+    path: Path, *, dtype: torch.dtype | None = None, attention: str | None = None, device: str = "cpu"
 ) -> PreTrainedModel:
     """The causal language model of a directory in evaluation mode; `dtype` None is fp32 (the form it is trained in)."""
     import torch

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from onecard.model.attention import use_own
+
 
 def continuation_sampler(
     model: Any,
@@ -27,7 +29,7 @@ def continuation_sampler(
     positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
     def sample() -> list[tuple[str, str]]:
-        model.set_attn_implementation("sdpa")
+        use_own(model)
         try:
             made = []
             for shown, ids in prompts:
