@@ -195,10 +195,17 @@ def new_directory(output: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def new_output(output: Path, *, overwrite: bool, inputs: Iterable[Path]) -> Iterator[Path]:
-    """`new_directory` for a place that a user named: nothing but what onecard made is ever replaced there.
+    """`new_directory` for a place that a user named, after `check_output`."""
+    check_output(output, overwrite=overwrite, inputs=inputs)
+    with new_directory(output.resolve(), replace=overwrite) as temporary:
+        yield temporary
 
-    ArtifactError, before anything is written, for an `output` that is, contains or lies inside one of `inputs` (files
-    or directories), and for one that holds something, unless onecard made it and `overwrite` is true.
+
+def check_output(output: Path, *, overwrite: bool, inputs: Iterable[Path]) -> None:
+    """Nothing but what onecard made is ever replaced at a place that a user named.
+
+    ArtifactError for an `output` that is, contains or lies inside one of `inputs` (files or directories), and for one
+    that holds something, unless onecard made it and `overwrite` is true. Verbs ask before long work, too.
     """
     place = output.resolve()
     for path in inputs:
@@ -209,8 +216,6 @@ def new_output(output: Path, *, overwrite: bool, inputs: Iterable[Path]) -> Iter
     _clear_remains(place)
     if not (overwrite and _is_finished(place)):
         _refuse_occupied(place)
-    with new_directory(place, replace=overwrite) as temporary:
-        yield temporary
 
 
 def _refuse_occupied(output: Path) -> None:

@@ -199,7 +199,8 @@ class _Walk:
         longest = known if pretrain.max_length == "auto" else pretrain.max_length
         if finetune.max_length > longest:
             raise ConfigError(
-                f"{self.path}: max_length {finetune.max_length} in [finetune] is more than the {longest} of [pretrain].",
+                f"{self.path}: max_length {finetune.max_length} in [finetune] is more than the {longest} of "
+                "[pretrain].",
                 f"Set max_length in [finetune] to at most {longest}, or raise it in [pretrain].",
             )
 

@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 class Prefetch(Generic[Made]):
-    """`take(n)` gives `make(n)`; n + 1 to n + `ahead` are begun meanwhile. `waited_seconds` is that of the last take."""
+    """`take(n)` gives `make(n)`; n + 1 to n + `ahead` are begun meanwhile. `waited_seconds`: how long the last took."""
 
     def __init__(self, make: Callable[[int], Made], *, ahead: int = 2, workers: int = 1) -> None:
         self._make, self._ahead = make, ahead

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from onecard import artifact, console
 from onecard.config import EvaluateConfig
 from onecard.data.corpus import read_documents
+from onecard.data.sources import source_files
 from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate import findings
 from onecard.evaluate.answers import Answer, answer_questions, context_tokens, decode, exact_match, f1, generate
@@ -282,6 +283,15 @@ def _result(measured: dict[str, Measured], xz: dict[str, Compressed], window_tok
     return result
 
 
+def _trained_on(config: EvaluateConfig) -> bool:
+    """Whether a file of the questions is among those that the model was fine-tuned on."""
+    if not (config.model / artifact.MANIFEST).is_file():
+        return False
+    learned = {parent["content_hash"] for parent in artifact.read_manifest(config.model).parents}
+    files = (path for source in config.questions for path in source_files(source))
+    return any(artifact.hash_file(path) in learned for path in files)
+
+
 def _report(
     config: EvaluateConfig,
     measured: dict[str, Measured],
@@ -310,6 +320,7 @@ def _report(
             language: dataclasses.asdict(found) | {"bits_per_byte": found.bits_per_byte}
             for language, found in xz.items()
         },
+        "questions_were_trained_on": _trained_on(config),
         "answers": _side_by_side(measured),
         "continuations": [
             {

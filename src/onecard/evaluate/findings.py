@@ -18,6 +18,10 @@ Bits = Mapping[str, float]
 # Below this the difference is not worth a word.
 SAME_SHARE = 0.002
 CONSOLE_CHARACTERS = 60
+BY_HEART = (
+    "Most of these questions were in the rows it was fine-tuned on: matches show what it learned by heart, not what it "
+    "would say to new ones."
+)
 
 
 def verdict(bits: Mapping[str, Bits], xz: Bits) -> list[str]:
@@ -116,6 +120,8 @@ def show(report: Mapping[str, Any]) -> None:
         console.result(sentence)
     if result["asked"]:
         console.table("Answers", *behaviour_table(report))
+        if report["questions_were_trained_on"]:
+            console.result(BY_HEART)
         names = _asked(report)
         rows = [
             [_short(item["question"]), *(_short(item["answers"][name]["text"]) for name in names)]
@@ -230,6 +236,8 @@ def _draw(axes: Axes, result: Mapping[str, Any]) -> None:
 
 def _answer_section(made: Page, report: Mapping[str, Any]) -> None:
     made.heading("Answers")
+    if report["questions_were_trained_on"]:
+        made.paragraph(BY_HEART)
     made.table(*behaviour_table(report), "F1: shared characters (Chinese) or words with the reference answer.")
     names = _asked(report)
     rows = [

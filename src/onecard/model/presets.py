@@ -1,10 +1,10 @@
-"""Model sizes by one dial: a number of parameters gives shape, vocabulary, context, learning rates and batch of a Llama.
+"""Model sizes by one dial: a number of parameters gives shape, vocabulary, context, learning rate and batch of a Llama.
 
 The rules, and where they come from:
 - heads are 64 wide; the gated feed-forward is 8/3 of the width, rounded up to a multiple of 64 (Shazeer 2020: as many
   products as a plain one of 4 x);
-- from a width of 512 on, four heads share a key-value head (Ainslie et al. 2023), and widths are multiples of 256, which
-  matrix units like; below, widths are multiples of 64;
+- from a width of 512 on, four heads share a key-value head (Ainslie et al. 2023), and widths are multiples of 256,
+  which matrix units like; below, widths are multiples of 64;
 - the width is about 64 times the depth, flat between 25 and 100 (Kaplan et al. 2020); the depth makes the size right;
 - the vocabulary grows with the model, so that its table stays under about a quarter of it (Tao et al. 2024);
 - input and output embeddings are one matrix below 2B, where two would be a large share (Press and Wolf 2017);
@@ -104,7 +104,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, or the one that the rules give for a size such as 200M; ConfigError for anything else."""
+    """The preset of that name, or what the rules give for a size such as 200M; ConfigError for anything else."""
     if name in PRESETS:
         return PRESETS[name]
     wanted = _number(name)

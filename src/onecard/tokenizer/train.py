@@ -48,6 +48,7 @@ def train(config: TokenizerTrainConfig) -> dict[str, Any]:
             f"vocabulary_size {config.vocabulary_size} is too small: {smallest} entries are fixed.",
             f"Give at least {smallest + 1}.",
         )
+    artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.corpus])
     console.heading(f"Training a tokenizer of {config.vocabulary_size:,} entries on {config.corpus}")
     seen = _Seen()
     model = train_model(

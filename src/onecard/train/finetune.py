@@ -31,7 +31,8 @@ from onecard.model.load import (
 from onecard.tokenizer.template import encode_chat
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
-from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
+from onecard.train.session import check, fingerprint, free_settings_removed, train
+from onecard.train.task import Defaults, Task
 
 # Tokens of a row where nothing is said: few chats are longer, and packed rows waste nothing on short ones.
 USUAL_LENGTH = 1024
@@ -39,6 +40,7 @@ USUAL_LENGTH = 1024
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """Fine-tune all weights, or adapters, on chats. Resumes an unfinished run with the same settings and inputs."""
+    check(config)
     base = model_directory(config.model)
     tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:
@@ -84,6 +86,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
             rows=rows,
             held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
             weights=[1.0] * len(rows.per_source),
+            packing=config.packing,
             defaults=_defaults(width, adapters=config.lora_rank > 0),
             parents=[base, *files],
             sample_prompts=_prompts(run, tokenizer),

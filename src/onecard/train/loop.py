@@ -143,6 +143,7 @@ class Loop:
         self.optimizers, self.schedule, self.precision, self.settings = optimizers, schedule, precision, settings
         self.saving, self.sample = saving, sample
         self.loss_scale = LossScale(enabled=precision.loss_scaling)
+        self.stopped_by: int | None = None
         self._ahead: Prefetch[list[RowBatch]] | None = None
         self.log = RunLog(run)
         self.step = self.tokens = self.skipped = self._skips_in_a_row = 0
@@ -202,8 +203,20 @@ class Loop:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.loss_scale.unscale_(gradients)
         norm = clip_(gradients, self.settings.max_grad_norm)
+        if self.optimizers.in_backward:
+            norm = self.optimizers.taken_norm()
         # Read here and not before: a device then waits once an update, and not once a micro-batch.
         return math.fsum(torch.stack(parts).tolist()) / scale, norm
+
+    def rehearse(self) -> None:
+        """Forward and backward of the longest rows, of which nothing is kept: if the memory runs out, then now."""
+        lengths = [sum(s.end - s.begin for s in self.rows.segments(row)) for row in range(sum(self.rows.per_source))]
+        longest = sorted(range(len(lengths)), key=lambda row: -lengths[row])[: self.settings.batch_size]
+        generator = torch.get_rng_state()
+        batch = gather(self.rows, longest, pad_id=self.settings.pad_id, row_count=self.settings.batch_size)
+        self._loss(batch, 0.0).backward()  # type: ignore[no-untyped-call]
+        self.optimizers.zero_grad()
+        torch.set_rng_state(generator)
 
     def close(self) -> None:
         """End the thread that makes batches ahead; a later update starts it anew."""
@@ -351,6 +364,7 @@ class Loop:
                         f"Look at the rows named in {self.run_directory / 'events.jsonl'}; begin anew with a lower "
                         "learning_rate, or run the same command again to go on after them.",
                     )
+                self.stopped_by = stopped_by
                 if stopped_by is not None and not last:
                     name = signal.Signals(stopped_by).name
                     self.log.event("pause", step=self.step, reason=name)

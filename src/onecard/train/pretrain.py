@@ -21,7 +21,8 @@ from onecard.settings import nearest
 from onecard.tokenizer.template import encode_documents, encode_prompt
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
-from onecard.train.session import Defaults, Task, fingerprint, free_settings_removed, train
+from onecard.train.session import check, fingerprint, free_settings_removed, train
+from onecard.train.task import Defaults, Task
 
 # Characters tokenised at a time: enough to keep all cores busy, little enough to keep memory flat.
 BATCH_CHARACTERS = 4_000_000
@@ -29,6 +30,7 @@ BATCH_CHARACTERS = 4_000_000
 
 def pretrain(config: PretrainConfig) -> dict[str, Any]:
     """Train a model from nothing. Resumes an unfinished run with the same settings and inputs."""
+    check(config)
     corpus = artifact.read_manifest(config.corpus, "corpus")
     tokenizer = load_tokenizer(config.tokenizer)
     tokenizer_hash = artifact.hash_file(tokenizer_file(config.tokenizer))
@@ -66,13 +68,12 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         # Positions beyond a training row were never seen: the model is not promised to read further.
         settings = llama_config(shape, vocabulary=vocabulary, max_positions=config.row_tokens, token_ids=ids)
-        model = LlamaForCausalLM(settings)
-        if from_counts:
-            console.note("  counting which token follows which, and starting the model from that")
-            counts = bigram_counts(store, weights, vocabulary=vocabulary).to(precision.device)
-            start = fit_bigram(counts, shape.width, seed=config.seed, epsilon=settings.rms_norm_eps)
-            apply_start(model, start)
-        return model
+        return LlamaForCausalLM(settings)
+
+    def start(model: Any) -> None:
+        console.note("  counting which token follows which, and starting the model from that")
+        counts = bigram_counts(store, weights, vocabulary=vocabulary).to(precision.device)
+        apply_start(model, fit_bigram(counts, shape.width, seed=config.seed, epsilon=model.config.rms_norm_eps))
 
     return train(
         Task(
@@ -82,6 +83,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
             precision=precision,
             tokenizer=tokenizer,
             build_model=build,
+            start=start if from_counts else None,
             rows=rows,
             held_out=None if held_out is None else StreamRows(held_out, config.row_tokens),
             weights=weights,

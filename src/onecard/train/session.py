@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,59 +13,23 @@ import torch
 from onecard import artifact, console
 from onecard.config import TrainingConfig
 from onecard.data.batches import RowOrder
-from onecard.data.packing import Rows
-from onecard.errors import ConfigError, Interrupted
+from onecard.data.packing import PaddedRows
+from onecard.errors import ConfigError, DoesNotFit, Interrupted
 from onecard.model import attention
 from onecard.model.load import silence_transformers
-from onecard.plan.speed import update_seconds, updates_in_time
-from onecard.train import compilation, optimizers, report, timing
+from onecard.train import activations, compilation, optimizers, precision, report, timing
+from onecard.train.activations import Activations
 from onecard.train.compilation import compile_layers
-from onecard.train.directory import RunDirectory
 from onecard.train.loop import Loop, LoopSettings
 from onecard.train.metrics import RunLog, peak_memory_bytes
 from onecard.train.objectives import NextToken
-from onecard.train.precision import Precision
+from onecard.train.run_plan import make_plan, say_plan
 from onecard.train.schedule import Schedule
+from onecard.train.task import Task
 
 Result = TypeVar("Result")
 # Settings that change neither weights nor their order: they may differ between a run and its resumption.
 _FREE = {"output", "overwrite", "keep_last", "log_every"}
-# Evaluations, samples and checkpoints, as a share of a timed run.
-EVALUATION_SHARE = 0.05
-# Below so many updates a model has hardly begun to learn, whatever its size.
-FEW_UPDATES = 50
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What `auto` becomes for a verb and a model."""
-
-    learning_rate: float
-    muon_learning_rate: float
-    num_epochs: float
-    optimizer: str
-    update_tokens: int
-
-
-@dataclass
-class Task:
-    """A prepared training: everything the loop needs that a verb decides."""
-
-    verb: str
-    config: TrainingConfig
-    run: RunDirectory
-    precision: Precision
-    tokenizer: Any
-    build_model: Callable[[], Any]
-    rows: Rows
-    held_out: Rows | None
-    weights: list[float]
-    defaults: Defaults
-    parents: list[Path]
-    sample_prompts: list[tuple[str, list[int]]]
-    facts: dict[str, Any] = field(default_factory=dict)
-    # Done to the trained model before it is saved, such as merging adapters into it.
-    complete: Callable[[Any], None] | None = None
 
 
 def fingerprint(config: TrainingConfig, inputs: list[str]) -> str:
@@ -79,22 +43,53 @@ def free_settings_removed(config: TrainingConfig) -> dict[str, Any]:
     return {key: value for key, value in config.plain().items() if key not in _FREE}
 
 
+def check(config: TrainingConfig, precision_name: str | None = None) -> None:
+    """ConfigError, naming both, for settings that cannot be combined; before any work, and once auto is resolved."""
+    optimizers.check(config, precision_name)
+    activations.check(config)
+
+
 def train(task: Task) -> dict[str, Any]:
-    """Run a task to its end (resuming if the directory has a plan) and return the result document."""
+    """Run a task to its end (resuming if the directory has a plan) and return the result document.
+
+    DoesNotFit if the memory of the card runs out.
+    """
+    stored = task.run.plan
+    check(task.config, task.precision.name)
+    try:
+        return _train(task, stored)
+    except torch.OutOfMemoryError as fault:
+        RunLog(task.run.path).event("oom", reason=str(fault).splitlines()[0])
+        raise DoesNotFit(
+            f"The memory of the card ran out ({str(fault).splitlines()[0]}).",
+            "Set activation_checkpointing = full, a smaller batch_size (the result stays the same) or max_length, or "
+            "optimizer_states = 8bit; docs/en/memory.md says what each saves.",
+        ) from fault
+
+
+def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
     torch.manual_seed(task.config.seed)
     model = task.build_model()
     model.to(task.precision.device).train()
-    attention.switch(model)
-    stored = task.run.plan
+    packed = _pack(task, model)
+    precision.convert(model, task.precision)
+    ways = Activations(
+        checkpointing=task.config.activation_checkpointing,
+        offload=task.config.activation_offload,
+        compression=task.config.activation_compression,
+    )
+    ways.apply(model)
+    task.saving = ways.saving
     if stored is not None and stored["device"] != task.precision.device:
         console.warn(
             f"The run began on {stored['device']} and goes on on {task.precision.device}: "
             "the result will not be bit for bit that of an uninterrupted run."
         )
     wants_compile = task.config.compile if stored is None else bool(stored["compiled"])
-    compiled = wants_compile and compile_layers(model, task.precision.device)
+    # Padded batches differ in width, and every width would have to be compiled.
+    compiled = packed and wants_compile and compile_layers(model, task.precision.device)
     if stored is None:
-        plan = _make_plan(task, model, compiled=compiled)
+        plan = make_plan(task, model, compiled=compiled, time_updates=lambda plan: _time_updates(task, model, plan))
         task.run.write_plan(plan)
     else:
         plan = stored
@@ -103,96 +98,49 @@ def train(task: Task) -> dict[str, Any]:
         console.note(f"  resuming after update {loop.step} of {plan['max_steps']}")
         loop.log.event("resume", step=loop.step)
     else:
+        if task.start is not None:
+            task.start(model)
         loop.log.cut_after(0)
         loop.log.event("plan", **{key: value for key, value in plan.items() if key not in ("asked", "fingerprint")})
         loop.log.event("start", step=0)
-    _say_plan(task, plan)
+    say_plan(task, plan)
     if loop.step == 0:
         torch.manual_seed(task.config.seed)
+        if not packed and not task.config.optimizer_in_backward:
+            loop.rehearse()
     try:
         _or_plainly(task, model, plan, lambda: loop.run(task.verb))
     except Interrupted as stop:
         if not task.config.overwrite:
             raise
         raise Interrupted(stop.what, "Run the same command without --overwrite to go on from there.") from None
-    return _finish(task, model, plan, loop)
+    result = _finish(task, model, plan, loop)
+    if loop.stopped_by is not None:
+        # It came during the last update: the run is complete, and whatever would follow it is not wanted.
+        signal.raise_signal(loop.stopped_by)
+    return result
+
+
+def _pack(task: Task, model: Any) -> bool:
+    """Let the model attend packed rows; False where it cannot, or shall not: then each row holds one document."""
+    if task.packing is not False and attention.switch(model):
+        return True
+    if task.packing is True:
+        raise ConfigError(
+            f"A {model.config.model_type} model cannot keep the documents of a packed row apart.",
+            "Set packing = auto: each row then holds one document.",
+        )
+    if task.packing == "auto":
+        console.note(
+            f"  a {model.config.model_type} model cannot keep documents in one row apart: rows are padded instead"
+        )
+    task.rows = PaddedRows(task.rows.store, task.rows.max_length)
+    if task.held_out is not None:
+        task.held_out = PaddedRows(task.held_out.store, task.held_out.max_length)
+    return False
 
 
 # --- the plan -----------------------------------------------------------------------------------------------------
-
-
-def _make_plan(task: Task, model: Any, *, compiled: bool) -> dict[str, Any]:
-    """Resolve every `auto`; measure real updates where a time limit decides their number."""
-    config, defaults = task.config, task.defaults
-    batch, accumulation = _batch_shape(task)
-    order = RowOrder(task.rows.per_source, task.weights, seed=config.seed, rows_per_update=batch * accumulation)
-    plan: dict[str, Any] = {
-        "verb": task.verb,
-        "batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": defaults.optimizer if config.optimizer == "auto" else config.optimizer,
-        "learning_rate": defaults.learning_rate if config.learning_rate == "auto" else config.learning_rate,
-        "muon_learning_rate": (
-            defaults.muon_learning_rate if config.muon_learning_rate == "auto" else config.muon_learning_rate
-        ),
-        "precision": task.precision.name,
-        "device": task.precision.device,
-        "compiled": compiled,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "rows_per_epoch": order.rows_per_epoch,
-        "updates_per_epoch": order.updates_per_epoch,
-        "tokens_per_update": batch * accumulation * task.rows.max_length,
-        **task.facts,
-    }
-    epochs = defaults.num_epochs if config.num_epochs == "auto" else config.num_epochs
-    steps = max(1, round(epochs * order.updates_per_epoch)) if config.max_steps == "auto" else config.max_steps
-    if config.max_steps != "auto":
-        for name, value in (("num_epochs", config.num_epochs), ("time_limit_minutes", config.time_limit_minutes)):
-            if value not in ("auto", None):
-                console.warn(f"{name} = {value} is not used: max_steps = {steps} fixes the number of updates.")
-    # A provisional plan for the timing; the final numbers follow.
-    plan |= {"max_steps": steps, "evaluate_every": steps, "save_every": steps}
-    timed = config.time_limit_minutes is not None and config.max_steps == "auto"
-    if timed:
-        seconds = _time_updates(task, model, plan)
-        fitting = updates_in_time(config.time_limit_minutes * 60, seconds, evaluation_share=EVALUATION_SHARE)
-        steps = min(steps, fitting)
-    else:
-        # Nothing depends on it, so nobody has to wait until it is measured.
-        seconds = update_seconds(
-            parameters=plan["parameters"],
-            tokens=plan["tokens_per_update"],
-            flops_per_second=task.precision.flops_per_second,
-            device=task.precision.device,
-        )
-    plan |= {"seconds_per_update": seconds, "measured": timed}
-    every = config.evaluate_every if config.evaluate_every != "auto" else max(1, -(-steps // 6))
-    save = config.save_every if config.save_every != "auto" else max(1, min(steps, round(60 / seconds)))
-    return plan | {
-        "max_steps": steps,
-        "evaluate_every": every,
-        "save_every": save,
-        "epochs": steps / order.updates_per_epoch,
-        "predicted_seconds": steps * seconds / (1 - EVALUATION_SHARE),
-        "predicted_tokens_per_second": plan["tokens_per_update"] / seconds,
-    }
-
-
-def _batch_shape(task: Task) -> tuple[int, int]:
-    """Rows in a micro-batch and micro-batches in an update, so that an update has about `update_tokens` tokens."""
-    config, length = task.config, task.rows.max_length
-    wanted = max(1, task.defaults.update_tokens // length)
-    most = max(1, (4096 if task.precision.device == "cpu" else 16384) // length)
-    if config.batch_size == "auto" and config.gradient_accumulation_steps == "auto":
-        batch = min(most, wanted)
-        return batch, max(1, wanted // batch)
-    if config.batch_size == "auto":
-        assert config.gradient_accumulation_steps != "auto"
-        return max(1, min(most, wanted // config.gradient_accumulation_steps)), config.gradient_accumulation_steps
-    if config.gradient_accumulation_steps == "auto":
-        return config.batch_size, max(1, wanted // config.batch_size)
-    return config.batch_size, config.gradient_accumulation_steps
 
 
 def _time_updates(task: Task, model: Any, plan: dict[str, Any]) -> float:
@@ -228,7 +176,7 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
     config = task.config
     rows_per_update = plan["batch_size"] * plan["gradient_accumulation_steps"]
     order = RowOrder(task.rows.per_source, task.weights, seed=config.seed, rows_per_update=rows_per_update)
-    muon_dtype = torch.bfloat16 if plan["precision"] == "bf16" else torch.float32
+    muon_dtype = torch.float32 if plan["precision"] in ("fp32", "fp16") else torch.bfloat16
     held_out = None
     if task.held_out is not None:
         held_out = (task.held_out, _spread(task.held_out.per_source, limit=max(4, plan["max_steps"] // 20)))
@@ -246,7 +194,7 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
     return Loop(
         run=task.run.path,
         model=model,
-        objective=NextToken(),
+        objective=NextToken(padded=isinstance(task.rows, PaddedRows)),
         rows=task.rows,
         order=order,
         held_out=held_out,
@@ -257,7 +205,11 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             muon_learning_rate=plan["muon_learning_rate"],
             weight_decay=config.weight_decay,
             muon_dtype=muon_dtype,
+            states=config.optimizer_states,
+            in_backward=config.optimizer_in_backward,
+            gradients=config.gradients,
         ),
+        saving=task.saving,
         schedule=Schedule(
             config.schedule,
             plan["max_steps"],
@@ -288,29 +240,6 @@ def _spread(per_source: list[int], *, limit: int) -> list[int]:
         chosen += [first + index * count // take for index in range(take)]
         first += count
     return chosen
-
-
-def _say_plan(task: Task, plan: dict[str, Any]) -> None:
-    console.note(
-        f"  plan: {plan['parameters'] / 1e6:.1f}M parameters, {plan['max_steps']:,} updates of "
-        f"{plan['tokens_per_update']:,} tokens ({plan['epochs']:.2f} epochs), {plan['optimizer']}, "
-        f"{plan['precision']}, {'about' if plan['measured'] else 'very roughly'} "
-        f"{console.format_duration(plan['predicted_seconds'])} at "
-        f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
-    )
-    limit = task.config.time_limit_minutes
-    if limit is not None and plan["predicted_seconds"] < 0.8 * 60 * limit and task.config.max_steps == "auto":
-        console.note(
-            f"  the rows, not the time, decide: {plan['epochs']:.3g} passes over them take "
-            f"{console.format_duration(plan['predicted_seconds'])} of {limit:g} min. "
-            "More text (or num_epochs) would use the rest."
-        )
-    # Whoever sets max_steps knows; whoever brought little text may not.
-    if plan["max_steps"] < FEW_UPDATES and task.config.max_steps == "auto":
-        console.warn(
-            f"{plan['max_steps']} updates are very few: expect a model that has learned little. "
-            "More text, more time or more epochs help."
-        )
 
 
 # --- the end ------------------------------------------------------------------------------------------------------
