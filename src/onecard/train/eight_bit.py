@@ -41,10 +41,11 @@ def decode(codes_BN: Tensor, scales_B: Tensor) -> Tensor:
     """The fp32 numbers of B x N codes."""
     if codes_BN.dtype == torch.int8:
         share = codes_BN.float().mul_(1 / 127)
-        return (share * share.abs()).mul_(scales_B.unsqueeze(1))
-    share = codes_BN.float().mul_(1 / 255)
-    made: Tensor = share.square_().square_().mul_(scales_B.unsqueeze(1))
-    return made
+        share *= share.abs()
+    else:
+        share = codes_BN.float().mul_(1 / 255)
+        share.square_().square_()
+    return share.mul_(scales_B.unsqueeze(1))
 
 
 class Moment:
@@ -58,8 +59,8 @@ class Moment:
             state[name] = torch.zeros(like.shape, dtype=kind, device=like.device)
             if not self._small:
                 state[name + "_scale"] = torch.zeros(-(-like.numel() // BLOCK), device=like.device)
-        self._values = state[name].view(-1)
-        self._scales = None if self._small else state[name + "_scale"]
+        self._values: Tensor = state[name].view(-1)
+        self._scales: Tensor | None = None if self._small else state[name + "_scale"]
 
     def read(self, at: slice) -> Tensor:
         """A range of the flat state in fp32: the state itself where it is small, else a copy."""
