@@ -14,11 +14,20 @@ from safetensors import safe_open
 from tiny_runs import Stop, lines, run, weights
 
 from onecard.config import FinetuneConfig
+from onecard.data.batches import RowOrder
+from onecard.data.packing import PackedRows
+from onecard.data.tokens import Encoded, write_store
 from onecard.errors import ConfigError
+from onecard.model import attention, lora
 from onecard.model.load import load_model
 from onecard.settings import build
-from onecard.train import session
+from onecard.train import optimizers, session
+from onecard.train.activations import Activations
 from onecard.train.finetune import finetune
+from onecard.train.loop import Loop, LoopSettings
+from onecard.train.objectives import NextToken
+from onecard.train.precision import Precision, convert
+from onecard.train.schedule import Schedule
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +111,77 @@ def test_a_stopped_run_ends_like_one_that_was_not(tmp_path: Path, tiny_model_dir
     adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("run", "whole")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
     assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 7))
+
+
+def adapter_loop(folder: Path, directory: Path, checkpointing: Any, *, compiled: bool = False) -> Loop:
+    """Adapters over the frozen tiny model, two packed rows an update."""
+    folder.mkdir()
+    documents = [Encoded("chats", [(7 * d + i) % 300 + 3 for i in range(5 + d)]) for d in range(8)]
+    rows = PackedRows(write_store(folder / "tokens", documents, vocabulary=384, tokenizer_hash=""), 24)
+    model: Any = load_model(directory)
+    lora.add(model, 4, 8.0, seed=3)
+    model.train()
+    assert attention.switch(model)
+    activations = Activations(checkpointing=checkpointing)
+    activations.apply(model)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    return Loop(
+        run=folder,
+        model=model,
+        objective=NextToken(),
+        rows=rows,
+        order=RowOrder(rows.per_source, [1.0], seed=0, rows_per_update=2),
+        held_out=(rows, [0, 1]),
+        optimizers=optimizers.build(model, "adamw", learning_rate=1e-3, muon_learning_rate=0.0, weight_decay=0.0),
+        schedule=Schedule("cosine", 4, 0.0, 0.0, 0.0),
+        precision=Precision("fp32", "cpu", 1e9),
+        settings=LoopSettings(4, 1, 0.0, 4, 4, 1, 1, 0),
+        saving=activations.saving,
+    )
+
+
+# The compiler asks for the .grad of every tensor, and hides what torch says about that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("checkpointing", ["full", "selective", 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_with_an_evaluation_between_trains_every_adapter(
+    tmp_path: Path, tiny_model_directory: Path, checkpointing: Any, compiled: bool
+) -> None:
+    gradients = []
+    for name, way, compile_layers in (("plain", "none", False), ("again", checkpointing, compiled)):
+        loop = adapter_loop(tmp_path / name, tiny_model_directory, way, compiled=compile_layers)
+        loop._gradients(loop.micro_batches(0))
+        first = {n: p.grad.clone() for n, p in loop.model.named_parameters() if p.grad is not None}
+        loop.optimizers.zero_grad()
+        loop.evaluate()
+        assert loop.model.training
+        assert all(module.training for module in loop.model.modules())
+        loop._gradients(loop.micro_batches(0))
+        found = {n: p.grad.clone() for n, p in loop.model.named_parameters() if p.grad is not None}
+        loop.optimizers.zero_grad()
+        assert {n for n in found if not lora.is_adapter(n)} == set(), "frozen weights get no gradient"
+        for n in found:
+            torch.testing.assert_close(found[n], first[n], atol=1e-6, rtol=0)
+        gradients.append(found)
+        loop.update(0)
+        loop.close()
+        for n, p in loop.model.named_parameters():
+            if ".lora_B." in n:
+                assert p.abs().max() > 0, n
+    assert gradients[0].keys() == gradients[1].keys()
+    for n, value in gradients[1].items():
+        torch.testing.assert_close(value, gradients[0][n], atol=1e-6, rtol=0)
+
+
+def test_adapters_over_16_bit_weights_stay_in_fp32(tiny_model_directory: Path) -> None:
+    model: Any = load_model(tiny_model_directory)
+    lora.add(model, 2, 4.0)
+    convert(model, Precision("pure_bf16", "cpu", 1e9))
+    for name, parameter in model.named_parameters():
+        fp32 = lora.is_adapter(name) or parameter.ndim == 1
+        assert parameter.dtype == (torch.float32 if fp32 else torch.bfloat16), name
 
 
 def test_an_unknown_layer_is_refused(tmp_path: Path, tiny_model_directory: Path) -> None:

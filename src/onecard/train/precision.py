@@ -123,8 +123,10 @@ def convert(model: nn.Module, precision: Precision, *, emulate: bool = False) ->
     (such as the frequencies of positions) are never touched. `emulate` computes float8 in software, for tests.
     """
     if precision.weight_dtype != torch.float32:
+        beside_frozen = any(not parameter.requires_grad for parameter in model.parameters())
         for parameter in model.parameters():
-            if parameter.ndim >= 2:
+            # Adapters stay as they are too: they are small, and so are their steps.
+            if parameter.ndim >= 2 and not (beside_frozen and parameter.requires_grad):
                 parameter.data = parameter.data.to(precision.weight_dtype)
     if precision.name == "float8":
         _to_float8(model, emulate=emulate)
