@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from onecard import console
+from onecard.config import TrainingConfig
 from onecard.data.batches import RowOrder
 from onecard.plan.speed import update_seconds, updates_in_time
-from onecard.train.task import Task
+from onecard.train.task import Defaults, Task
 
 # Evaluations, samples and checkpoints, as a share of a timed run.
 EVALUATION_SHARE = 0.05
@@ -27,8 +28,8 @@ def make_plan(
         "verb": task.verb,
         "batch_size": batch,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": defaults.optimizer if config.optimizer == "auto" else config.optimizer,
-        "learning_rate": defaults.learning_rate if config.learning_rate == "auto" else config.learning_rate,
+        "optimizer": _optimizer(config, defaults),
+        "learning_rate": _learning_rate(config, defaults),
         "muon_learning_rate": (
             defaults.muon_learning_rate if config.muon_learning_rate == "auto" else config.muon_learning_rate
         ),
@@ -74,6 +75,17 @@ def make_plan(
         "predicted_seconds": steps * seconds / (1 - EVALUATION_SHARE),
         "predicted_tokens_per_second": plan["tokens_per_update"] / seconds,
     }
+
+
+def _optimizer(config: TrainingConfig, defaults: Defaults) -> str:
+    return defaults.optimizer if config.optimizer == "auto" else config.optimizer
+
+
+def _learning_rate(config: TrainingConfig, defaults: Defaults) -> float:
+    if config.learning_rate != "auto":
+        return config.learning_rate
+    # Adafactor's step is a share of a weight's own size (Shazeer and Stern 2018), which is near 0.02 in a matrix.
+    return defaults.learning_rate / (0.02 if _optimizer(config, defaults) == "adafactor" else 1.0)
 
 
 def _batch_shape(task: Task) -> tuple[int, int]:
