@@ -299,7 +299,7 @@ def test_a_compiler_that_does_not_work_leaves_plain_layers(
     def broken(*_: Any, **__: Any) -> None:
         raise InductorError(RuntimeError("Python.h: No such file or directory"), None)
 
-    def break_layers(model: Any, device: str) -> bool:
+    def break_layers(model: Any, device: str, **_: Any) -> bool:
         for layer in session.compilation.decoder_layers(model):
             layer._compiled_call_impl = broken
         return True

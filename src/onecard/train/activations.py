@@ -56,6 +56,11 @@ def check(config: TrainingConfig) -> None:
             "cuda_graphs = true records compiled layers, and compile = false leaves none.",
             "Turn one of them off or on.",
         )
+    if config.cuda_graphs and config.optimizer_in_backward:
+        raise ConfigError(
+            "cuda_graphs = true keeps every gradient in its place, so optimizer_in_backward = true saves nothing.",
+            "Take one of them.",
+        )
     if config.cuda_graphs and packed:
         raise ConfigError(
             f"cuda_graphs = true and {packed[0]} do not go together: a recorded layer keeps its memory for itself.",

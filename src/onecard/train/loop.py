@@ -28,7 +28,7 @@ from onecard.data.packing import RowBatch, Rows, gather
 from onecard.data.prefetch import Prefetch
 from onecard.errors import Interrupted, OnecardError
 from onecard.train import checkpoint
-from onecard.train.compilation import uncompiled
+from onecard.train.compilation import begin_pass, uncompiled
 from onecard.train.metrics import RunLog, peak_memory_bytes
 from onecard.train.objectives import Objective
 from onecard.train.optimizers import Optimizers
@@ -225,6 +225,7 @@ class Loop:
             self._ahead = None
 
     def _loss(self, batch: RowBatch, scale: float, *, learn: bool = True) -> Tensor:
+        begin_pass(self.model)
         with self.precision.autocast(), self.saving() if learn else nullcontext():
             return self.objective.loss(
                 self.model,

@@ -87,7 +87,9 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
         )
     wants_compile = task.config.compile if stored is None else bool(stored["compiled"])
     # Padded batches differ in width, and every width would have to be compiled.
-    compiled = packed and wants_compile and compile_layers(model, task.precision.device)
+    compiled = (
+        packed and wants_compile and compile_layers(model, task.precision.device, cuda_graphs=task.config.cuda_graphs)
+    )
     if stored is None:
         plan = make_plan(task, model, compiled=compiled, time_updates=lambda plan: _time_updates(task, model, plan))
         task.run.write_plan(plan)
