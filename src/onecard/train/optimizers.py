@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -159,6 +159,12 @@ class Optimizers:
         """The optimizers themselves."""
         return [unit.part for unit in self.units]
 
+    def kinds(self) -> list[str]:
+        """What kinds of state there are: two runs with the same kinds can read each other's."""
+        return sorted(
+            {type(part).__name__ + ("8bit" if getattr(part, "eight_bit", False) else "") for part in self.parts}
+        )
+
     @property
     def peak_learning_rate(self) -> float:
         """The peak of the first group: what metrics call lr."""
@@ -169,6 +175,15 @@ class Optimizers:
         for part, peaks in zip(self.parts, self._peaks):
             for group, peak in zip(part.param_groups, peaks):
                 group["lr"] = peak * factor
+
+    def change(self, name: str, value: float) -> None:
+        """Set the peak `learning_rate` or `muon_learning_rate`, or the `weight_decay` of what decays, from now on."""
+        for part, peaks in zip(self.parts, self._peaks):
+            for index, group in enumerate(part.param_groups):
+                if name == "weight_decay" and group["decays"]:
+                    group["weight_decay"] = value
+                elif name == ("muon_learning_rate" if isinstance(part, Muon) else "learning_rate"):
+                    peaks[index] = value
 
     def step(self) -> None:
         """Step every parameter that has a gradient; nothing is left to do where backward has done it."""
@@ -287,7 +302,7 @@ def build(
             parameter.grad = None
             parameter.grad_dtype = kept
     on_host = states == "host"
-    if on_host and all(parameter.device.type == "cpu" for parameter in (*matrices, *embeddings, *vectors)):
+    if on_host and _host_already((*matrices, *embeddings, *vectors)):
         console.note("  optimizer states lie on the host already: this run trains there")
         on_host = False
     eight_bit = states == "8bit"
@@ -304,14 +319,14 @@ def build(
 
     plans: list[tuple[Maker, list[Group]]] = []
     if optimizer == "muon" and matrices:
-        plans.append((muon, [{"params": matrices, "weight_decay": weight_decay}]))
+        plans.append((muon, [{"params": matrices, "weight_decay": weight_decay, "decays": True}]))
         matrices = []
     plans.append(
         (
             rest,
             [
-                {"params": matrices + embeddings, "weight_decay": weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
+                {"params": matrices + embeddings, "weight_decay": weight_decay, "decays": True},
+                {"params": vectors, "weight_decay": 0.0, "decays": False},
             ],
         )
     )
@@ -320,6 +335,10 @@ def build(
         for group in groups:
             units += _units(group, make, native=make is muon or eight_bit, alone=in_backward, on_host=on_host)
     return Optimizers(units, names, in_backward=in_backward)
+
+
+def _host_already(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in parameters)
 
 
 def _units(group: Group, make: Maker, *, native: bool, alone: bool, on_host: bool) -> list[_Unit]:
