@@ -406,3 +406,13 @@ def test_all_else_combines(optimizer: str, states: str) -> None:
     check(
         PretrainConfig(size="4M", optimizer=optimizer, optimizer_states=states, gradients="bf16", precision="pure_bf16")
     )
+
+
+def test_adafactor_s_first_step_is_as_large_as_adamw_s_whatever_the_weight() -> None:
+    for value in (0.0, 0.02, 1.0):
+        model = One()
+        nn.init.constant_(model.weight, value)
+        made = build(model, "adafactor", learning_rate=0.004, weight_decay=0.0)
+        model.weight.sum().backward()
+        made.step()
+        torch.testing.assert_close(model.weight.detach(), torch.full((100, 100), value - 0.004))

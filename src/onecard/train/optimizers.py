@@ -24,6 +24,9 @@ from onecard.train.muon import Muon
 from onecard.train.rounding import write
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
+# Adafactor's steps are relative to the size of a matrix, but to this at least: with 1 they are those of AdamW, so that
+# one learning rate serves both, and a matrix that begins at 0 (as adapters do) can leave it.
+_WHOLE_STEPS = 1.0
 Group = dict[str, Any]
 Maker = Callable[[list[Group]], torch.optim.Optimizer]
 
@@ -312,7 +315,7 @@ def build(
 
     def rest(groups: list[Group]) -> torch.optim.Optimizer:
         if optimizer == "adafactor":
-            return torch.optim.Adafactor(groups, lr=learning_rate)
+            return torch.optim.Adafactor(groups, lr=learning_rate, eps=(None, _WHOLE_STEPS))
         if eight_bit:
             return AdamW8bit(groups, lr=learning_rate, **_ADAM)
         return torch.optim.AdamW(groups, lr=learning_rate, fused=True, **_ADAM)
