@@ -160,6 +160,7 @@ def test_optimizers_that_nobody_holds_step_no_more() -> None:
     before = weights(model)
     backward(model, 0)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     made = build(model, "adamw in backward")
     made.close()
     backward(model, 0)

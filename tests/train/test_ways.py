@@ -41,9 +41,9 @@ NEAR: list[dict[str, Any]] = [
 ]
 # With these it goes another way.
 OTHER: list[dict[str, Any]] = [
-    {"optimizer": "adafactor", "learning_rate": 0.4},
+    {"optimizer": "adafactor"},
     {"optimizer": "muon"},
-    {"precision": "pure_bf16", "optimizer": "adafactor", "learning_rate": 0.4},
+    {"precision": "pure_bf16", "optimizer": "adafactor"},
 ]
 
 

@@ -156,6 +156,8 @@ class Optimizers:
         self._peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]
         self._squares = 0.0
         self._hooks = [self._hook(unit) for unit in units] if in_backward else []
+        # A hook left behind would be called for nothing at every gradient.
+        self._end = weakref.finalize(self, _remove, self._hooks)
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
@@ -232,10 +234,8 @@ class Optimizers:
         return norm
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Take the hooks off the parameters; happens by itself when nobody holds this object any more."""
+        self._end()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +259,11 @@ class Optimizers:
         for unit in self.units:
             named = {parameter: self._names[id(parameter)] for parameter in unit.parameters}
             unit.load({parameter: by_name[name] for parameter, name in named.items() if name in by_name})
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:

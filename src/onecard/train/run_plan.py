@@ -82,10 +82,7 @@ def _optimizer(config: TrainingConfig, defaults: Defaults) -> str:
 
 
 def _learning_rate(config: TrainingConfig, defaults: Defaults) -> float:
-    if config.learning_rate != "auto":
-        return config.learning_rate
-    # Adafactor's step is a share of a weight's own size (Shazeer and Stern 2018), which is near 0.02 in a matrix.
-    return defaults.learning_rate / (0.02 if _optimizer(config, defaults) == "adafactor" else 1.0)
+    return defaults.learning_rate if config.learning_rate == "auto" else config.learning_rate
 
 
 def _batch_shape(task: Task) -> tuple[int, int]:
