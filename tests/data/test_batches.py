@@ -46,3 +46,26 @@ def test_a_source_of_weight_0_is_left_out() -> None:
 def test_another_seed_is_another_order() -> None:
     orders = [epoch_rows(RowOrder([30], [1.0], seed=s, rows_per_update=4), 0) for s in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1]
+
+
+def test_an_order_goes_on_in_other_steps_where_it_was() -> None:
+    """10 rows, 4 an update; after the first update 3 an update: 3, 3 are left of the epoch, then 3, 3, 3, 1."""
+    before = RowOrder([10], [1.0], seed=0, rows_per_update=4)
+    after = before.changed(1, rows_per_update=3)
+    assert after.first == (0, 4)
+    taken = [before.rows_of_update(0), *(after.rows_of_update(u) for u in range(6))]
+    assert [len(rows) for rows in taken] == [4, 3, 3, 3, 3, 3, 1]
+    assert sum(taken[:3], []) == epoch_rows(before, 0)
+    assert sum(taken[3:], []) == epoch_rows(before, 1)
+    assert after.changed(3).rows_of_update(1) == after.rows_of_update(4)
+    # At the end of an epoch the next one begins.
+    assert before.changed(3, rows_per_update=2).first == (1, 0)
+
+
+def test_another_mix_begins_with_a_new_epoch() -> None:
+    before = RowOrder([10, 6], [1.0, 1.0], seed=0, rows_per_update=4)
+    after = before.changed(1, weights=[0.0, 1.0])
+    assert after.first == (1, 0)
+    assert sorted(epoch_rows(after, 0)) == list(range(10, 16))
+    assert before.changed(0, weights=[2.0, 1.0]).first == (0, 0)
+    assert before.changed(2, weights=[1.0, 1.0]).rows_of_update(0) == before.rows_of_update(2)

@@ -5,6 +5,7 @@ A path may be a model directory or a run directory (its model/ is taken).
 
 from __future__ import annotations
 
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +107,15 @@ def vocabulary_rows(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def silence_transformers() -> None:
-    """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user."""
+    """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user.
+
+    So with torchao, which transformers imports where it is installed, and which then says what does not fit this Python.
+    """
     from transformers.utils import logging as theirs
 
     logging: Any = theirs
+    for name in ("torchao", "torch.utils._pytree"):
+        getLogger(name).setLevel(ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

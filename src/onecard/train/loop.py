@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +26,19 @@ from onecard.data.batches import RowOrder
 from onecard.data.packing import RowBatch, Rows, gather
 from onecard.data.prefetch import Prefetch
 from onecard.errors import Interrupted, OnecardError
-from onecard.train import checkpoint
+from onecard.train import checkpoint, state
 from onecard.train.compilation import begin_pass, uncompiled
+from onecard.train.control import PAUSE, Control
 from onecard.train.metrics import RunLog, peak_memory_bytes
 from onecard.train.objectives import Objective
 from onecard.train.optimizers import Optimizers
 from onecard.train.precision import Precision
 from onecard.train.scaling import LossScale, clip_
 from onecard.train.schedule import Schedule
+from onecard.train.stopping import stop_on_signals
 
+_SCHEDULE = {"kind", "max_steps", "warmup_ratio", "decay_ratio", "final_ratio"}
+_SETTINGS = {"max_steps", "max_grad_norm", "evaluate_every", "save_every", "keep_last", "log_every"}
 # So many skipped updates in a row mean that the run is broken, not unlucky.
 SKIPS_IN_A_ROW = 10
 
@@ -66,41 +69,6 @@ class UpdateResult:
     tokens: int
     skipped: bool
     waited_seconds: float = 0.0
-
-
-class StopRequest:
-    """Set by SIGINT, SIGTERM or SIGHUP; obeyed by the loop at the next completed update.
-
-    The handler only takes note: printing here could meet the stream in the middle of another print.
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch the signals that end a run; a second one changes nothing, so it cannot spoil a save.
-
-    One that is ignored stays ignored: that is how nohup keeps a run alive when its terminal is closed.
-    """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    caught = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in caught:
-        signal.signal(number, request)
-    try:
-        yield request
-    finally:
-        for number, handler in caught.items():
-            signal.signal(number, handler)
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
@@ -146,7 +114,11 @@ class Loop:
         self.stopped_by: int | None = None
         self._ahead: Prefetch[list[RowBatch]] | None = None
         self.log = RunLog(run)
-        self.step = self.tokens = self.skipped = self._skips_in_a_row = 0
+        self.control = Control(run)
+        # Updates done, updates of the present order taken, tokens learned, updates skipped.
+        self.step = self.taken = self.tokens = self.skipped = self.skips_in_a_row = 0
+        # Settings that were changed on the way, by name.
+        self.changes: dict[str, Any] = {}
         self.seconds = 0.0
         self._random = has_dropout(model)
 
@@ -161,13 +133,13 @@ class Loop:
         ]
 
     def update(self, number: int) -> UpdateResult:
-        """Compute the gradients of update `number` and apply them (or skip it if they are not finite)."""
+        """Compute the gradients of update `number` of the order and apply them (or skip it if they are not finite)."""
         if self._ahead is None:
             self._ahead = Prefetch(self.micro_batches)
         batches = self._ahead.take(number)
         # Only updates that are applied move the schedule on.
-        self.optimizers.set_factor(self.schedule.factor(number - self.skipped))
-        loss, norm = self._scaled_gradients(number, batches)
+        self.optimizers.set_factor(self.schedule.factor(self.step - self.skipped))
+        loss, norm = self._scaled_gradients(batches)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self.optimizers.step()
@@ -176,7 +148,7 @@ class Loop:
         tokens = sum(batch.tokens for batch in batches)
         return UpdateResult(loss, norm, tokens, skipped, self._ahead.waited_seconds)
 
-    def _scaled_gradients(self, number: int, batches: list[RowBatch]) -> tuple[float, float]:
+    def _scaled_gradients(self, batches: list[RowBatch]) -> tuple[float, float]:
         """`_gradients`, again with half the loss scale as long as gradients overflow though the loss does not."""
         before = self.loss_scale.state()
         while True:
@@ -188,7 +160,7 @@ class Loop:
                 return loss, norm
             self.loss_scale.update(overflow=True)
             self.optimizers.zero_grad()
-            self.log.event("overflow", step=number + 1, loss_scale=self.loss_scale.value)
+            self.log.event("overflow", step=self.step + 1, loss_scale=self.loss_scale.value)
 
     def _gradients(self, batches: list[RowBatch]) -> tuple[float, float]:
         """Leave the clipped gradients of an update in `.grad`; its mean loss and the norm before clipping."""
@@ -270,31 +242,12 @@ class Loop:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        parameters = list(self.model.named_parameters())
-        if any(parameter.requires_grad for _, parameter in parameters):
-            # What is frozen is as it was when the run began.
-            parameters = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        named = [*parameters, *self.model.named_buffers()]
-        return {f"model/{name}": tensor.detach() for name, tensor in named}
-
     def save(self) -> None:
         """Write a checkpoint of everything that decides how the run goes on."""
-        tensors = self._model_tensors()
-        tensors |= {f"optimizer/{name}": value for name, value in self.optimizers.state_tensors().items()}
-        tensors["generator/cpu"] = torch.get_rng_state()
-        if self.precision.device == "cuda":
-            tensors["generator/cuda"] = torch.cuda.get_rng_state()
-        state = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "skipped": self.skipped,
-            "skips_in_a_row": self._skips_in_a_row,
-            "loss_scale": self.loss_scale.state(),
-        }
         self.log.flush()
-        checkpoint.save(self.run_directory, self.step, tensors, state, keep_last=self.settings.keep_last)
+        checkpoint.save(
+            self.run_directory, self.step, state.tensors(self), state.numbers(self), keep_last=self.settings.keep_last
+        )
         self.log.event("checkpoint", step=self.step)
 
     def resume(self) -> bool:
@@ -302,29 +255,30 @@ class Loop:
         newest = checkpoint.newest_whole(self.run_directory)
         if newest is None:
             return False
-        _, path = newest
-        tensors = self._model_tensors()
-        for name, (dtype, shape) in checkpoint.tensor_names(path).items():
-            if name not in tensors:
-                tensors[name] = torch.empty(shape, dtype=dtype)
-        state = checkpoint.load(path, tensors)
-        device = self.precision.device
-        self.optimizers.load_state_tensors(
-            {
-                # The counters too: the fused kernels want them where the weights are.
-                name.removeprefix("optimizer/"): value.to(device)
-                for name, value in tensors.items()
-                if name.startswith("optimizer/")
-            }
-        )
-        torch.set_rng_state(tensors["generator/cpu"])
-        if device == "cuda" and "generator/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["generator/cuda"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.skipped, self._skips_in_a_row = state["skipped"], state["skips_in_a_row"]
-        self.loss_scale.load(state["loss_scale"])
+        state.restore(self, newest[1])
         self.log.cut_after(self.step)
         return True
+
+    def change(self, name: str, value: Any) -> None:
+        """Give a setting (one of `control.MEANWHILE`) another value from the next update on."""
+        self.changes[name] = value
+        if name in ("learning_rate", "muon_learning_rate", "weight_decay"):
+            self.optimizers.change(name, value)
+        elif name == "gradient_accumulation_steps":
+            self._reorder(self.order.changed(self.taken, rows_per_update=value * self.settings.batch_size))
+        elif name == "mix":
+            weights = [float(value.get(source, 1.0)) for source in self.rows.store.sources]
+            self._reorder(self.order.changed(self.taken, weights=weights))
+        else:
+            field = {"schedule": "kind", "final_learning_rate_ratio": "final_ratio"}.get(name, name)
+            if field in _SCHEDULE:
+                self.schedule = replace(self.schedule, **{field: value})
+            if field in _SETTINGS:
+                self.settings = replace(self.settings, **{field: value})
+
+    def _reorder(self, order: RowOrder) -> None:
+        self.close()  # what was made ahead is of the old order
+        self.order, self.taken = order, 0
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -336,17 +290,19 @@ class Loop:
             self.close()
 
     def _run(self, description: str) -> None:
-        settings = self.settings
         self.model.train()
         with (
             stop_on_signals() as stop,
-            console.progress(description, settings.max_steps, "updates", done=self.step) as bar,
+            console.progress(description, self.settings.max_steps, "updates", done=self.step) as bar,
         ):
-            while self.step < settings.max_steps:
+            while self.step < self.settings.max_steps:
+                self._obey(bar)
+                settings = self.settings
                 started = time.monotonic()
-                result = self.update(self.step)
+                result = self.update(self.taken)
                 update_seconds = time.monotonic() - started
                 self.step += 1
+                self.taken += 1
                 self.tokens += result.tokens
                 broken = self._count_skip(result)
                 last = self.step == settings.max_steps
@@ -374,6 +330,26 @@ class Loop:
                         "Run the same command again to go on from there.",
                     )
 
+    def _obey(self, bar: console.Progress) -> None:
+        """Make the changes that were asked for; Interrupted, with everything saved, if a pause was."""
+        pause = None
+        for request in self.control.due(self.step):
+            if request.name == PAUSE:
+                pause = request
+                continue
+            self.change(request.name, request.value)
+            console.note(f"  {request.name} = {request.value} from update {self.step + 1} on ({request.who})")
+            if request.name == "max_steps":
+                bar.total = request.value
+        if pause is not None:
+            if not checkpoint.directory_of(self.run_directory, self.step).exists():
+                self.save()
+            self.log.event("pause", step=self.step, reason=f"asked for by {pause.who}")
+            raise Interrupted(
+                f"Paused after update {self.step} of {self.settings.max_steps}, as {pause.who} asked; all is saved.",
+                f"Go on with: onecard resume {self.run_directory}",
+            )
+
     def _record(self, result: UpdateResult, held_out_loss: float | None, update_seconds: float) -> None:
         extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.log.update(
@@ -392,14 +368,14 @@ class Loop:
     def _count_skip(self, result: UpdateResult) -> bool:
         """Count and report a skipped update; True when so many in a row mean that the run is broken."""
         if not result.skipped:
-            self._skips_in_a_row = 0
+            self.skips_in_a_row = 0
             return False
         self.skipped += 1
-        self._skips_in_a_row += 1
-        rows = self.order.rows_of_update(self.step - 1)
+        self.skips_in_a_row += 1
+        rows = self.order.rows_of_update(self.taken - 1)
         self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
         console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
-        if self._skips_in_a_row < SKIPS_IN_A_ROW:
+        if self.skips_in_a_row < SKIPS_IN_A_ROW:
             return False
-        self._skips_in_a_row = 0  # whoever goes on from here begins to count anew
+        self.skips_in_a_row = 0  # whoever goes on from here begins to count anew
         return True

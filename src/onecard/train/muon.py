@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         eight_bit: bool = False,
     ) -> None:
         self._compute_dtype = compute_dtype
-        self._eight_bit = eight_bit
+        self.eight_bit = eight_bit
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         assert parameter.grad is not None
         gradient, momentum = parameter.grad.float(), group["momentum"]
         state = self.state[parameter]
-        if not self._eight_bit:
+        if not self.eight_bit:
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             buffer: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)

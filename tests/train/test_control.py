@@ -1,0 +1,144 @@
+"""Reaching into a run: changes at the next update, exact again after a crash; pauses; places in the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import SIZE, events, lines, pretrain_settings, write_corpus
+
+from onecard.config import PretrainConfig
+from onecard.errors import Interrupted
+from onecard.model import presets
+from onecard.settings import build
+from onecard.train import control
+from onecard.train.loop import Loop
+from onecard.train.pretrain import pretrain
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
+    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
+    monkeypatch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("control")
+    write_corpus(made)
+    return made
+
+
+def settings(folder: Path, tokenizer: Path, output: Path, **changes: Any) -> PretrainConfig:
+    plain = {"start": "random", "optimizer": "muon"}
+    return build(PretrainConfig, pretrain_settings(folder, tokenizer, **plain | changes) | {"output": str(output)})
+
+
+def during(patch: pytest.MonkeyPatch, step: int, act: Callable[[Loop], None]) -> None:
+    """Do something while update `step` (from 1) is computed, whenever it is."""
+    original = Loop.update
+
+    def update(self: Loop, number: int) -> Any:
+        result = original(self, number)
+        if self.step == step - 1:
+            act(self)
+        return result
+
+    patch.setattr(Loop, "update", update)
+
+
+def cut(loop: Loop) -> None:
+    raise RuntimeError("power cut")
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("learning_rate", 1e-4),
+    ("muon_learning_rate", 1e-4),
+    ("weight_decay", 0.9),
+    ("max_grad_norm", 0.01),
+    ("gradient_accumulation_steps", 1),
+    ("mix", {"poems": 2.0, "news": 0.5}),
+    ("schedule", "cosine"),
+    ("decay_ratio", 0.1),
+    ("max_steps", 9),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES, ids=str)
+def test_a_change_holds_from_the_next_update_on_and_again_after_a_crash(
+    folder: Path,
+    tiny_tokenizer_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: Any,
+) -> None:
+    """Asked for in update 4, so from update 5 on; the second run loses updates 4 and 5 and makes them again."""
+    whole, broken = (settings(folder, tiny_tokenizer_directory, tmp_path / n, decay_ratio=0.3) for n in "ab")
+    with monkeypatch.context() as patch:
+        during(patch, 4, lambda loop: control.ask(loop.run_directory, name, value))
+        pretrain(whole)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        during(patch, 4, lambda loop: control.ask(loop.run_directory, name, value))
+        during(patch, 6, cut)
+        pretrain(broken)
+    pretrain(broken)
+    made = [load_file(tmp_path / n / "model" / "model.safetensors") for n in "ab"]
+    assert all(torch.equal(made[1][key], tensor) for key, tensor in made[0].items())
+    [event] = events(tmp_path / "a", "set")
+    assert (event["step"], event["name"], event["new"]) == (4, name, value) and "@" in event["who"]
+    assert len(list(events(tmp_path / "b", "set"))) == 1
+    untouched = settings(folder, tiny_tokenizer_directory, tmp_path / "c", decay_ratio=0.3)
+    pretrain(untouched)
+    rows, plain = (lines(tmp_path / n / "metrics.jsonl") for n in "ac")
+    assert [row["loss"] for row in rows[:4]] == [row["loss"] for row in plain[:4]]
+    last = load_file(tmp_path / "c" / "model" / "model.safetensors")
+    assert any(not torch.equal(last[key], tensor) for key, tensor in made[0].items())
+    if name == "learning_rate":
+        # The peak of AdamW, which metrics show where no Muon stands before it.
+        assert len(rows) == 12
+    if name == "max_steps":
+        assert len(rows) == 9 and rows[-1]["lr"] < rows[4]["lr"]
+    if name == "gradient_accumulation_steps":
+        assert rows[4]["tokens"] - rows[3]["tokens"] < 0.7 * (plain[4]["tokens"] - plain[3]["tokens"])
+
+
+def test_a_pause_saves_and_the_run_goes_on_as_if_nothing_was(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused, whole = (settings(folder, tiny_tokenizer_directory, tmp_path / n, save_every=100) for n in "ab")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="Paused after update 5 of 12"):
+        during(patch, 5, lambda loop: control.ask(loop.run_directory, control.PAUSE))
+        pretrain(paused)
+    assert [event["step"] for event in events(tmp_path / "a", "pause")] == [5]
+    assert not list((tmp_path / "a" / "requests").iterdir())
+    pretrain(paused)
+    pretrain(whole)
+    made = [load_file(tmp_path / n / "model" / "model.safetensors") for n in "ab"]
+    assert all(torch.equal(made[1][key], tensor) for key, tensor in made[0].items())
+
+
+def test_what_is_no_request_is_thrown_away(tmp_path: Path) -> None:
+    folder = tmp_path / "requests"
+    folder.mkdir()
+    (folder / "1.json").write_text("{")
+    (folder / "2.json").write_text(json.dumps({"other": 1}))
+    (folder / ".3.json.part").write_text("not yet whole")
+    control.ask(tmp_path, "weight_decay", 0.5)
+    control.ask(tmp_path, "weight_decay", 0.25)
+    asked = control.Control(tmp_path).due(7)
+    assert [(request.name, request.value, request.step) for request in asked] == [
+        ("weight_decay", 0.5, 7),
+        ("weight_decay", 0.25, 7),
+    ]
+    assert [path.name for path in folder.iterdir()] == [".3.json.part"]
+    again = control.Control(tmp_path)
+    assert again.due(6) == [] and len(again.due(7)) == 2 and again.due(7) == []
+    again.reach(8)
+    assert again.due(8) == []
