@@ -8,7 +8,6 @@ Knows no optimizer and no loop.
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch import nn
 from onecard import console
 from onecard.errors import ConfigError, MissingExtra
 from onecard.machine.calibrate import default_device, matrix_rate
+from onecard.model.load import silence_transformers
 
 Capability = tuple[int, int]
 # A format must be this much faster than fp32 to be worth its lost digits (on a CPU, where both are measured).
@@ -133,13 +133,11 @@ def convert(model: nn.Module, precision: Precision, *, emulate: bool = False) ->
 
 
 def _to_float8(model: nn.Module, *, emulate: bool) -> None:
-    # At import torchao logs which of its other kernels do not fit this Python.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_transformers()  # and torchao
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise MissingExtra("torchao", "precision = float8") from None
+        raise MissingExtra("torchao", "precision = float8", install="onecard[float8]") from None
     from onecard.train.compilation import decoder_layers
 
     def fits(module: nn.Module, name: str) -> bool:
