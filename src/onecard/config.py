@@ -121,7 +121,28 @@ class TrainingConfig(Verb):
     evaluate_every: Positive | Auto = setting("auto", "updates between evaluations on held-out rows")
     save_every: Positive | Auto = setting("auto", "updates between checkpoints; auto: about once a minute")
     keep_last: Positive = setting(2, "checkpoints kept")
+    keep_best: bool = setting(False, "also keep the checkpoint with the lowest loss on held-out rows")
+    keep_every: Positive | None = setting(None, "also keep each checkpoint whose update is a multiple of this")
     log_every: Positive = setting(1, "updates between lines of metrics.jsonl")
+    skips_before_roll_back: Positive = setting(
+        5, "updates in a row without a finite gradient, after which the run goes back to its last checkpoint"
+    )
+    most_roll_backs: int = setting(3, "after so many the run gives up, and can be resumed", ge=0)
+    roll_back_learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = setting(
+        1.0, "the learning rate is multiplied by this at each roll-back"
+    )
+    on_spike: Literal["ignore", "warn", "roll_back"] = setting(
+        "warn", "what to do when loss or gradient norm is far above what it has been lately"
+    )
+    early_stopping: Positive | None = setting(
+        None, "end the run after so many evaluations without a lower loss on held-out rows; the best model is kept"
+    )
+    pause_above_celsius: PositiveNumber | Auto | None = setting(
+        "auto", "wait for the card to cool above this temperature; auto: what its kind stands; none: never"
+    )
+    electricity_price: PositiveNumber | None = setting(None, "price of a kWh, to say what a run costs")
+    currency: str = setting("", "what electricity_price is in, such as EUR or 元")
+    detach: bool = setting(False, "go on in the background, also when the terminal is closed")
 
     @property
     def row_tokens(self) -> int:

@@ -29,7 +29,18 @@ from onecard.train.task import Task
 
 Result = TypeVar("Result")
 # Settings that change neither weights nor their order: they may differ between a run and its resumption.
-_FREE = {"output", "overwrite", "keep_last", "log_every"}
+_FREE = {
+    "output",
+    "overwrite",
+    "keep_last",
+    "keep_best",
+    "keep_every",
+    "log_every",
+    "pause_above_celsius",
+    "electricity_price",
+    "currency",
+    "detach",
+}
 
 
 def fingerprint(config: TrainingConfig, inputs: list[str]) -> str:
