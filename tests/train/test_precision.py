@@ -174,3 +174,18 @@ def test_float8_swaps_the_linear_maps_of_the_layers_and_never_the_head() -> None
     assert 0 < error < 0.1
     logits.sum().backward()
     assert made.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float32
+
+
+def test_fp32_products_are_tf32_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "default_device", lambda: "cuda")
+    monkeypatch.setattr(precision, "matrix_rate", lambda dtype, device: 1e12)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    before = torch.get_float32_matmul_precision()
+    try:
+        assert choose("auto") == Precision("bf16", "cuda", 1e12)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        with pytest.raises(ConfigError, match=r"capability 8\.9 or more, and this one has 8\.6"):
+            choose("float8")
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecard import console
 from onecard.config import TrainingConfig
 from onecard.errors import ConfigError
 from onecard.train.eight_bit import AdamW8bit
@@ -123,27 +122,34 @@ class _Unit:
         state = self.part.state[self.targets[0]]
         for key in [key for key, value in state.items() if value.ndim]:
             value = state.pop(key)
-            if key not in self._host:
-                self._host[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
-            self._host[key].copy_(value, non_blocking=True)
+            self._keep_on_host(key, value, pinned=value.device.type == "cuda")
 
     def states(self) -> list[tuple[nn.Parameter, dict[str, Tensor]]]:
         """The state of each parameter that has one, wherever it lies."""
         return [
             (parameter, self.part.state[target] | self._host)
             for parameter, target in zip(self.parameters, self.targets)
-            if target in self.part.state
+            if target in self.part.state or self._host
         ]
 
     def load(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-        """The inverse of `states`; parameters without a state begin anew."""
+        """The inverse of `states`, from wherever they lie; parameters without a state begin anew."""
         self._host = {}
         for parameter, target in zip(self.parameters, self.targets):
-            if parameter in states:
-                self.part.state[target] = dict(states[parameter])
-            else:
-                self.part.state.pop(target, None)
-        self._put_back()
+            self.part.state.pop(target, None)
+            if parameter not in states:
+                continue
+            for key, value in states[parameter].items():
+                if self._on_host and value.ndim:
+                    self._keep_on_host(key, value, pinned=parameter.device.type == "cuda")
+                else:
+                    # Counters too: fused kernels want them where the weights are.
+                    self.part.state[target][key] = value.to(parameter.device)
+
+    def _keep_on_host(self, key: str, value: Tensor, *, pinned: bool) -> None:
+        if key not in self._host:
+            self._host[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+        self._host[key].copy_(value, non_blocking=True)
 
 
 class Optimizers:
@@ -180,6 +186,11 @@ class Optimizers:
         for part, peaks in zip(self.parts, self._peaks):
             for group, peak in zip(part.param_groups, peaks):
                 group["lr"] = peak * factor
+
+    def peaks(self) -> dict[str, float]:
+        """The peak learning rates by the name of their setting."""
+        named = zip(self.parts, self._peaks)
+        return {"muon_learning_rate" if isinstance(part, Muon) else "learning_rate": peaks[0] for part, peaks in named}
 
     def change(self, name: str, value: float) -> None:
         """Set the peak `learning_rate` or `muon_learning_rate`, or the `weight_decay` of what decays, from now on."""
@@ -309,10 +320,7 @@ def build(
         if parameter.grad_dtype != kept:
             parameter.grad = None
             parameter.grad_dtype = kept
-    on_host = states == "host"
-    if on_host and _host_already((*matrices, *embeddings, *vectors)):
-        console.note("  optimizer states lie on the host already: this run trains there")
-        on_host = False
+    on_host = states == "host" and not _host_already((*matrices, *embeddings, *vectors))
     eight_bit = states == "8bit"
 
     def muon(groups: list[Group]) -> torch.optim.Optimizer:

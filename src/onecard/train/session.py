@@ -26,6 +26,7 @@ from onecard.train.objectives import NextToken
 from onecard.train.run_plan import make_plan, say_plan
 from onecard.train.schedule import Schedule
 from onecard.train.task import Task
+from onecard.train.watchdog import Limits, Watchdog
 
 Result = TypeVar("Result")
 # Settings that change neither weights nor their order: they may differ between a run and its resumption.
@@ -84,6 +85,8 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
     model.to(task.precision.device).train()
     packed = _pack(task, model)
     precision.convert(model, task.precision)
+    if task.config.optimizer_states == "host" and task.precision.device == "cpu":
+        console.note("  optimizer_states = host changes nothing here: the run trains on the host")
     ways = Activations(
         checkpointing=task.config.activation_checkpointing,
         offload=task.config.activation_offload,
@@ -240,6 +243,15 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             keep_last=config.keep_last,
             log_every=config.log_every,
             pad_id=task.tokenizer.pad_token_id or 0,
+            roll_back_learning_rate_factor=config.roll_back_learning_rate_factor,
+        ),
+        watchdog=Watchdog(
+            Limits(
+                skips_before_roll_back=config.skips_before_roll_back,
+                most_roll_backs=config.most_roll_backs,
+                on_spike=config.on_spike,
+                early_stopping=config.early_stopping,
+            )
         ),
         sample=sample,
     )

@@ -47,7 +47,7 @@ def numbers(loop: Loop) -> dict[str, Any]:
         "tokens": loop.tokens,
         "seconds": loop.seconds,
         "skipped": loop.skipped,
-        "skips_in_a_row": loop.skips_in_a_row,
+        "watchdog": loop.watchdog.state(),
         "loss_scale": loop.loss_scale.state(),
         "optimizers": loop.optimizers.kinds(),
         "order": {
@@ -84,7 +84,8 @@ def restore(loop: Loop, path: Path) -> None:
         Position(*order["first"]), rows_per_update=order["rows_per_update"], weights=order["weights"]
     )
     loop.step, loop.taken, loop.tokens = found["step"], found["taken"], found["tokens"]
-    loop.seconds, loop.skipped, loop.skips_in_a_row = found["seconds"], found["skipped"], found["skips_in_a_row"]
+    loop.seconds, loop.skipped = found["seconds"], found["skipped"]
+    loop.watchdog.load(found["watchdog"])
     loop.loss_scale.load(found["loss_scale"])
     loop.control.reach(loop.step)
 
@@ -96,8 +97,6 @@ def _restore_optimizers(loop: Loop, found: dict[str, Any], loaded: dict[str, Ten
             f"{', '.join(found['optimizers'])}): what it remembered is dropped."
         )
         return
-    device = loop.precision.device
-    # The counters too: the fused kernels want them where the weights are.
     loop.optimizers.load_state_tensors(
-        {name.removeprefix("optimizer/"): t.to(device) for name, t in loaded.items() if name.startswith("optimizer/")}
+        {name.removeprefix("optimizer/"): t for name, t in loaded.items() if name.startswith("optimizer/")}
     )

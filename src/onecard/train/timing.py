@@ -47,4 +47,5 @@ def _median(loop: Loop, *, warm_up: int) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - at)
     loop.close()
+    loop.optimizers.close()
     return statistics.median(times)
