@@ -21,6 +21,7 @@ from onecard import artifact
 from onecard.train.metrics import RunLog, read_lines
 
 PAUSE = "pause"
+REQUESTS, CHANGES = "requests", "changes.jsonl"
 # What may change at the next update, without a restart.
 MEANWHILE = (
     "learning_rate",
@@ -43,25 +44,64 @@ MEANWHILE = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: a setting and its new value, or PAUSE; `step` is the update after which it is done."""
+    """What is asked: a setting and its new value, or PAUSE; `step` is the update after which it is done.
+
+    `old` is the value before, as far as whoever asked knew it.
+    """
 
     name: str
     value: Any
     who: str
     time: str
     step: int = -1
+    old: Any = None
 
 
-def ask(run: Path, name: str, value: Any = None) -> None:
+def ask(run: Path, name: str, value: Any = None, *, old: Any = None) -> None:
     """Ask the process that trains in `run` (now or later) for a change or a pause."""
-    folder = run / "requests"
+    folder = run / REQUESTS
     with artifact.disk_faults(folder):
         folder.mkdir(exist_ok=True)
-    made = Request(
-        name, value, f"{getpass.getuser()}@{socket.gethostname()}", datetime.now(UTC).isoformat(timespec="seconds")
-    )
+    made = Request(name, value, caller(), now(), old=old)
     # In the order of asking, also of one process within a tick of the clock.
     artifact.write_json_atomically(folder / f"{time.time_ns():020d}-{os.getpid()}.json", asdict(made))
+
+
+def caller() -> str:
+    """Who asks: user@machine."""
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):  # a user without a name, as in containers
+        return f"{os.getuid()}@{socket.gethostname()}"
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def waiting(run: Path) -> list[tuple[Path, Request]]:
+    """What was asked and is not done yet, oldest first."""
+    try:
+        files = sorted(p for p in (run / REQUESTS).iterdir() if p.suffix == ".json" and p.name[0] != ".")
+    except FileNotFoundError:
+        return []
+    return [(path, request) for path in files if (request := _read(path)) is not None]
+
+
+def forget_pauses(run: Path) -> bool:
+    """Take pauses back that nobody obeyed: they were meant for a process that is gone. Whether there was one."""
+    pauses = [path for path, request in waiting(run) if request.name == PAUSE]
+    for path in pauses:
+        path.unlink(missing_ok=True)
+    return bool(pauses)
+
+
+def _read(path: Path) -> Request | None:
+    try:
+        return Request(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # not one of ours
 
 
 class Control:
@@ -69,7 +109,7 @@ class Control:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._requests, self._changes = run / "requests", run / "changes.jsonl"
+        self._requests, self._changes = run / REQUESTS, run / CHANGES
         self._again: list[Request] = []
         self.reach(0)
 
@@ -83,7 +123,7 @@ class Control:
         found = [request for request in self._again if request.step == step]
         self._again = [request for request in self._again if request.step != step]
         for path in self._asked():
-            request = self._read(path)
+            request = _read(path)
             if request is not None:
                 made = Request(**(asdict(request) | {"step": step}))
                 if made.name != PAUSE:
@@ -98,16 +138,12 @@ class Control:
         except FileNotFoundError:
             return []
 
-    def _read(self, path: Path) -> Request | None:
-        try:
-            return Request(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None  # not one of ours
-
     def _record(self, request: Request) -> None:
         """On the disk before it is done: a run that is killed now must not forget it."""
         with artifact.disk_faults(self._changes), self._changes.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(request), ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        RunLog(self._run).event("set", step=request.step, name=request.name, new=request.value, who=request.who)
+        RunLog(self._run).event(
+            "set", step=request.step, name=request.name, old=request.old, new=request.value, who=request.who
+        )

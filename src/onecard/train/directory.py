@@ -11,13 +11,18 @@ import fcntl
 import json
 import os
 import shutil
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
 from onecard.errors import ArtifactError
+from onecard.settings import AnySettings, build
+from onecard.train import control
+from onecard.train.metrics import read_lines
 
 PLAN = "plan.json"
 LOCK = ".lock"
@@ -29,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path, fingerprint: str, settings: Mapping[str, Any]) -> None:
         self.path, self.fingerprint, self._settings = path, fingerprint, dict(settings)
         self.plan: dict[str, Any] | None = None
+        self._besides: dict[str, Any] = {}
 
     @classmethod
     def open(cls, path: Path, *, fingerprint: str, settings: Mapping[str, Any], overwrite: bool) -> RunDirectory:
@@ -47,6 +53,7 @@ class RunDirectory:
         with artifact.disk_faults(path):
             path.mkdir(parents=True, exist_ok=True)
             run._lock_against_others()
+            control.forget_pauses(path)
             if overwrite:
                 run._clear()
         if (path / PLAN).exists():
@@ -63,17 +70,9 @@ class RunDirectory:
 
     def _lock_against_others(self) -> None:
         """Hold a lock that ends with the process, however it ends."""
-        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = _take_lock(self.path)
         # Closed with the run (also one that an error ends), or with the process.
         self._close_lock = weakref.finalize(self, os.close, descriptor)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            if fault.errno in (errno.EACCES, errno.EAGAIN):
-                raise ArtifactError(
-                    f"Another process is training in {self.path}.", "Wait for its end, or stop it first."
-                ) from fault
-            # This file system knows no locks: nothing to hold on to.
 
     def _clear(self) -> None:
         """Remove the old run: its manifest first and its plan last, so that it looks unfinished until it is gone."""
@@ -125,9 +124,22 @@ class RunDirectory:
             )
         self.plan = plan
 
+    def in_force(self, config: AnySettings) -> AnySettings:
+        """The settings of a run that is opened: those asked for, and what `resume --set` has changed since; says so."""
+        asked = config.plain()
+        free = {key: value for key, value in asked.items() if key not in {*self._settings, *_OF_A_COMMAND}}
+        self._besides = {"free": free, "working_directory": str(Path.cwd())}
+        if self.plan is None:
+            return config
+        differing = differences(self.path, self.plan)
+        if differing:
+            console.note(f"  differs from the original plan: {'; '.join(differing)}")
+        amended = {entry["name"]: entry["new"] for entry in self.plan.get("amended", [])}
+        return build(type(config), {**asked, **amended}) if amended else config
+
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Fix the plan of the run."""
-        self.plan = {"fingerprint": self.fingerprint, "asked": self._settings, **plan}
+        self.plan = {"fingerprint": self.fingerprint, "asked": self._settings, **self._besides, **plan}
         artifact.write_json_atomically(self.path / PLAN, self.plan)
 
     def finish(self, *, parents: list[Path], result: dict[str, Any]) -> None:
@@ -146,6 +158,83 @@ class RunDirectory:
         (self.path / LOCK).unlink(missing_ok=True)
         self._close_lock()
         console.note(f"  wrote {self.path}")
+
+
+# What a command says about itself and not about the run.
+_OF_A_COMMAND = ("output", "overwrite", "detach")
+
+
+def differences(path: Path, plan: Mapping[str, Any]) -> list[str]:
+    """What was changed since the plan was made, such as 'learning_rate 0.001 -> 0.0001 (update 40, me@box)'."""
+    changed = [*plan.get("amended", []), *changes(path)]
+    return [
+        f"{entry['name']} {entry.get('old', '?')} -> {entry['new']} (after update {entry['step']}, {entry['who']})"
+        for entry in sorted(changed, key=lambda entry: int(entry["step"]))
+    ]
+
+
+def changes(path: Path) -> list[dict[str, Any]]:
+    """What was changed while the run went on: name, old, new, step, who, time."""
+    return [{**row, "new": row["value"]} for row in read_lines(path / control.CHANGES)]
+
+
+def _take_lock(path: Path) -> int:
+    """A descriptor that holds the lock of a run; ArtifactError if another process does."""
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    for attempt in range(3):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            if fault.errno not in (errno.EACCES, errno.EAGAIN):
+                break  # this file system knows no locks: nothing to hold on to
+            if attempt < 2:
+                time.sleep(0.05)  # `holder` may be looking just now
+                continue
+            os.close(descriptor)
+            raise ArtifactError(
+                f"Another process is training in {path}.",
+                f"Wait for its end, or stop it first: onecard pause {path}",
+            ) from fault
+        break
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep others from training in `path` meanwhile."""
+    with artifact.disk_faults(path):
+        descriptor = _take_lock(path)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> int | None:
+    """The process that trains in `path` (0 where its number is unknown), None if none does.
+
+    Not for that process itself: looking at its own lock would end it.
+    """
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        written = os.read(descriptor, 20)
+        process = int(written) if written.isdigit() else 0
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as fault:
+        if fault.errno in (errno.EACCES, errno.EAGAIN):
+            return process
+        import psutil  # no locks here: all that is known is whether there is a process of that number
+
+        return process if process and psutil.pid_exists(process) else None
+    else:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def _is_run(path: Path) -> bool:
