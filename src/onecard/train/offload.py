@@ -65,17 +65,17 @@ class Parked:
         self.size_bytes = flat.numel() * flat.element_size()
         self.here: Tensor | None = flat
         self.host, self.ticket = owner.mover.to_host(flat)
-        self._uses = 1
+        self.uses = 1
 
     def again(self) -> None:
         """Kept once more: what comes back stays for so many uses."""
-        self._uses += 1
+        self.uses += 1
 
     def unpack(self) -> Tensor:
         """The tensor on the card."""
         tensor = self._owner.fetch(self)
-        self._uses -= 1
-        self.here = tensor if self._uses > 0 else None
+        self.uses -= 1
+        self.here = tensor if self.uses > 0 else None
         return tensor
 
 
@@ -133,7 +133,7 @@ class HostMemory:
         ahead = 0
         for number in range(min(before, len(self._parked)) - 1, -1, -1):
             parked = self._parked[number]()
-            if parked is None or parked.here is not None:
+            if parked is None or parked.here is not None or parked.uses < 1:
                 continue
             ahead += parked.size_bytes
             if ahead > self.window_bytes:
