@@ -132,6 +132,10 @@ class Control:
             path.unlink(missing_ok=True)
         return found
 
+    def pause_wanted(self) -> bool:
+        """Whether a pause is asked for now; it stays asked for."""
+        return any(request.name == PAUSE for _, request in waiting(self._run))
+
     def _asked(self) -> list[Path]:
         try:
             return sorted(path for path in self._requests.iterdir() if path.suffix == ".json" and path.name[0] != ".")

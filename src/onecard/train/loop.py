@@ -13,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from onecard.train.optimizers import Optimizers
 from onecard.train.precision import Precision
 from onecard.train.scaling import LossScale, clip_
 from onecard.train.schedule import Schedule
-from onecard.train.stopping import stop_on_signals
+from onecard.train.stopping import StopRequest, stop_on_signals
+from onecard.train.vitals import Vitals
 
 _SCHEDULE = {"kind", "max_steps", "warmup_ratio", "decay_ratio", "final_ratio"}
 _SETTINGS = {"max_steps", "max_grad_norm", "evaluate_every", "save_every", "keep_last", "log_every"}
@@ -114,6 +115,7 @@ class Loop:
         self.stopped_by: int | None = None
         self._ahead: Prefetch[list[RowBatch]] | None = None
         self.log = RunLog(run)
+        self.vitals = Vitals(self.log)
         self.control = Control(run)
         # Updates done, updates of the present order taken, tokens learned, updates skipped.
         self.step = self.taken = self.tokens = self.skipped = self.skips_in_a_row = 0
@@ -285,7 +287,13 @@ class Loop:
     def run(self, description: str) -> None:
         """Train to `max_steps`. Interrupted after a signal (saved), OnecardError when too many updates are skipped."""
         try:
-            self._run(description)
+            with self.vitals:
+                self._run(description)
+        except RuntimeError as broken:
+            fault = self.vitals.explain(self.step)
+            if fault is None:
+                raise
+            raise fault from broken
         finally:
             self.close()
 
@@ -296,11 +304,13 @@ class Loop:
             console.progress(description, self.settings.max_steps, "updates", done=self.step) as bar,
         ):
             while self.step < self.settings.max_steps:
+                self._watch(stop)
                 self._obey(bar)
                 settings = self.settings
                 started = time.monotonic()
                 result = self.update(self.taken)
                 update_seconds = time.monotonic() - started
+                self.vitals.after_update(result.waited_seconds, update_seconds)
                 self.step += 1
                 self.taken += 1
                 self.tokens += result.tokens
@@ -329,6 +339,16 @@ class Loop:
                         f"Stopped by {name} after update {self.step} of {settings.max_steps}; everything is saved.",
                         "Run the same command again to go on from there.",
                     )
+
+    def _watch(self, stop: StopRequest) -> None:
+        """Wait while the card is too hot; HardwareFault, with what can be trusted saved, if it is broken."""
+        fault = self.vitals.before_update(self.step, lambda: stop.signal is not None or self.control.pause_wanted())
+        if fault is None:
+            return
+        if not fault.spoiled and not checkpoint.directory_of(self.run_directory, self.step).exists():
+            with suppress(RuntimeError):  # of a card that does not answer
+                self.save()
+        raise fault
 
     def _obey(self, bar: console.Progress) -> None:
         """Make the changes that were asked for; Interrupted, with everything saved, if a pause was."""
@@ -362,6 +382,7 @@ class Loop:
             seconds=self.seconds,
             data_wait_fraction=result.waited_seconds / max(update_seconds, 1e-9),
             peak_memory_bytes=peak_memory_bytes(self.precision.device),
+            **self.vitals.row(self.step),
             **extra,
         )
 

@@ -26,6 +26,7 @@ from onecard.train.objectives import NextToken
 from onecard.train.run_plan import make_plan, say_plan
 from onecard.train.schedule import Schedule
 from onecard.train.task import Task
+from onecard.train.vitals import energy_text, open_vitals
 from onecard.train.watchdog import Limits, Watchdog
 
 Result = TypeVar("Result")
@@ -110,6 +111,7 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
     else:
         plan = stored
     loop = _loop(task, model, plan)
+    loop.vitals = open_vitals(task.config, task.run.path, task.precision.device)
     if stored is not None and loop.resume():
         console.note(f"  resuming after update {loop.step} of {plan['max_steps']}")
         loop.log.event("resume", step=loop.step)
@@ -343,6 +345,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         "held_out_loss": held_out[-1] if held_out else None,
         "predicted_seconds": plan["predicted_seconds"],
         **measured,
+        **loop.vitals.result(),
         **{key: plan[key] for key in task.facts if key in plan},
     }
     report.write(task.run.path, task.verb, plan, result)
@@ -356,6 +359,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
             ["tokens/s", f"{plan['predicted_tokens_per_second']:,.0f}", f"{measured['tokens_per_second']:,.0f}"],
             ["updates", f"{plan['max_steps']:,}", f"{loop.step:,}"],
             ["loss on held-out rows", "", f"{held_out[-1]:.3f}" if held_out else "none held out"],
+            *([] if result["energy_kwh"] is None else [["energy of the card", "", energy_text(result)]]),
         ],
     )
     return result
