@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,25 +59,30 @@ def make_family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -
     return model.to(dtype).train()
 
 
-def _make_stateful(kind: str, **changes: Any) -> Any:
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")(**_COMMON | changes)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).train()
-
-
 # Architectures that carry state from token to token: no boundary between documents stops it.
-STATEFUL: dict[str, Callable[[], Any]] = {
-    "mamba": lambda: _make_stateful("Mamba", state_size=4, time_step_rank=4),
-    "jamba": lambda: _make_stateful(
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("Mamba", {"state_size": 4, "time_step_rank": 4}),
+    "jamba": (
         "Jamba",
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=1,
-        num_experts_per_tok=1,
-        mamba_d_state=4,
-        mamba_dt_rank=4,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
     ),
-    "recurrent gemma": lambda: _make_stateful(
-        "RecurrentGemma", lru_width=32, attention_window_size=8, block_types=["recurrent", "attention"]
+    "recurrent gemma": (
+        "RecurrentGemma",
+        {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
     ),
 }
+
+
+def make_stateful(name: str, **changes: Any) -> Any:
+    """The tiny model of a kind that carries state, the same for every call."""
+    kind, special = STATEFUL[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**_COMMON | special | changes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).train()

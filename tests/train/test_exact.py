@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from families import FAMILIES, PAD, STATEFUL, VOCABULARY, make_family
+from families import FAMILIES, PAD, STATEFUL, VOCABULARY, make_family, make_stateful
 from onecard.data.batches import RowOrder
 from onecard.data.packing import PackedRows, PaddedRows, Rows
 from onecard.data.tokens import Encoded, TokenStore, write_store
@@ -109,8 +108,8 @@ def assert_same(made: dict[str, torch.Tensor], meant: dict[str, torch.Tensor], t
         assert error <= tolerance * max(float(gradient.abs().max()), 1e-3 * overall), name
 
 
-def prepared(name: str, make: Callable[[str], Any], *, padded: bool) -> Any:
-    model = make(name)
+def prepared(name: str, *, padded: bool) -> Any:
+    model = make_family(name)
     assert attention.switch(model) or padded
     if padded:
         attention.use_own(model)
@@ -120,7 +119,7 @@ def prepared(name: str, make: Callable[[str], Any], *, padded: bool) -> Any:
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_update_is_the_same_for_every_split(tmp_path: Path, store: TokenStore, name: str, padded: bool) -> None:
-    model = prepared(name, make_family, padded=padded)
+    model = prepared(name, padded=padded)
     own = make_family(name)
     meant, mean_loss, labels = reference(own, store, list(range(len(LENGTHS))))
     rows: Rows = PaddedRows(store, MAX_LENGTH) if padded else PackedRows(store, MAX_LENGTH)
@@ -139,12 +138,11 @@ def test_one_update_is_the_same_for_every_split(tmp_path: Path, store: TokenStor
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_model_that_carries_state_is_trained_padded(tmp_path: Path, store: TokenStore, name: str) -> None:
-    make = STATEFUL[name]
-    model = make()
+    model = make_stateful(name)
     own = model.config._attn_implementation
     assert not attention.switch(model)
     assert model.config._attn_implementation == own
-    meant, mean_loss, _ = reference(make(), store, list(range(len(LENGTHS))))
+    meant, mean_loss, _ = reference(make_stateful(name), store, list(range(len(LENGTHS))))
     rows = PaddedRows(store, MAX_LENGTH)
     for batch_size in (1, 5):
         made = make_loop(tmp_path, model, rows, padded=True, batch_size=batch_size, rows_per_update=len(LENGTHS))
@@ -162,7 +160,7 @@ def test_an_odd_tail_is_the_mean_of_its_own_tokens(tmp_path: Path, padded: bool)
         Encoded("chats", generator.integers(3, VOCABULARY, n).tolist(), [i > n // 3 for i in range(n)]) for n in lengths
     ]
     store = write_store(tmp_path / "store", documents, vocabulary=VOCABULARY, tokenizer_hash="", learned=True)
-    model = prepared("llama", make_family, padded=padded)
+    model = prepared("llama", padded=padded)
     rows: Rows = PaddedRows(store, MAX_LENGTH) if padded else PackedRows(store, MAX_LENGTH)
     made = make_loop(tmp_path, model, rows, padded=padded, batch_size=1, rows_per_update=4)
     assert made.order.updates_per_epoch == 3

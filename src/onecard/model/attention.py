@@ -133,11 +133,22 @@ def register() -> None:
 
 
 def use_own(model: Any) -> None:
-    """Let `model` attend in its own way again (generation, saving): by the fused kernel where it can."""
+    """Let `model` attend in its own way again, as what reads it later expects: by the fused kernel where it can."""
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # Gemma 2: capped logits
         model.set_attn_implementation("eager")
+
+
+@contextmanager
+def own_attention(model: Any) -> Iterator[None]:
+    """`use_own` for a while (generation between updates); afterwards it attends as before."""
+    before = model.config._attn_implementation
+    use_own(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 # --- the proof ----------------------------------------------------------------------------------------------------

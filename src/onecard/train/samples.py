@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onecard.model.attention import use_own
+from onecard.model.attention import own_attention
 
 
 def continuation_sampler(
@@ -18,9 +18,8 @@ def continuation_sampler(
     *,
     stop_ids: list[int],
     max_new_tokens: int = 48,
-    attention: str,
 ) -> Callable[[], list[tuple[str, str]]]:
-    """A function that continues each (shown text, ids) prompt greedily to a stop id; `attention` is put back after.
+    """A function that continues each (shown text, ids) prompt greedily to a stop id.
 
     A mild repetition penalty shows what the model has learned instead of the loop that greedy decoding of a young model
     falls into.
@@ -29,9 +28,8 @@ def continuation_sampler(
     positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
     def sample() -> list[tuple[str, str]]:
-        use_own(model)
-        try:
-            made = []
+        made = []
+        with own_attention(model):
             for shown, ids in prompts:
                 room = min(max_new_tokens, positions - len(ids))
                 if room < 1:
@@ -47,8 +45,6 @@ def continuation_sampler(
                     eos_token_id=stop_ids,
                 )
                 made.append((shown, tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)))
-            return made
-        finally:
-            model.set_attn_implementation(attention)
+        return made
 
     return sample

@@ -207,7 +207,6 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             task.tokenizer,
             task.sample_prompts,
             stop_ids=_stop_ids(task),
-            attention=attention.PACKED,
         )
     return Loop(
         run=task.run.path,
@@ -281,7 +280,7 @@ def save_model(model: Any, tokenizer: Any, directory: Path, *, stop_ids: list[in
     silence_transformers()
     generation: Any = GenerationConfig
     eos = stop_ids[0] if len(stop_ids) == 1 else stop_ids
-    model.set_attn_implementation("sdpa")
+    attention.use_own(model)
     model.config.eos_token_id = eos
     model.generation_config = generation(
         bos_token_id=tokenizer.bos_token_id,
