@@ -13,6 +13,7 @@ import torch
 
 from onecard.errors import ArtifactError
 from onecard.train import checkpoint
+from onecard.train.checkpoint import Keep
 
 
 def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -27,7 +28,7 @@ def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def save(run: Path, step: int, *, keep_last: int = 2) -> Path:
-    return checkpoint.save(run, step, tensors(step), {"step": step}, keep_last=keep_last)
+    return checkpoint.save(run, step, tensors(step), {"step": step}, keep=Keep(keep_last))
 
 
 def names(run: Path) -> list[int]:
@@ -143,7 +144,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     save(small_disk, 10)
     large: dict[str, Any] = {"model/weight": torch.zeros(400_000)}
     with pytest.raises(ArtifactError, match="disk is full") as fault:
-        checkpoint.save(small_disk, 20, large, {"step": 20}, keep_last=1)
+        checkpoint.save(small_disk, 20, large, {"step": 20}, keep=Keep(1))
     assert fault.value.exit_status == 2
     assert "Free some space" in fault.value.remedy
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-00000010"]

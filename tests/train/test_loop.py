@@ -225,7 +225,7 @@ class _Poisoned(NextToken):
     def loss(self, model: Any, batch: RowBatch, **settings: Any) -> torch.Tensor:
         made = super().loss(model, batch, **settings)
         assert self.owner is not None
-        return made * torch.tensor(math.nan) if self.owner.step in self.at else made
+        return made * torch.tensor(math.nan) if self.owner.taken in self.at else made
 
 
 def poisoned_loop(folder: Path, at: set[int], **settings: Any) -> Loop:
@@ -266,26 +266,134 @@ def test_an_update_that_is_not_finite_leaves_no_trace(
     assert "Update 6 is skipped" in capsys.readouterr().err
 
 
-def test_ten_skipped_in_a_row_end_the_run_with_finite_weights(tmp_path: Path) -> None:
-    made = poisoned_loop(tmp_path, set(range(3, 20)), max_steps=20)
-    with pytest.raises(OnecardError, match="10 updates in a row") as fault:
+def test_a_run_of_failures_gives_up_with_finite_weights(tmp_path: Path) -> None:
+    """5 in a row four times, with nothing to go back to: after update 3 + 20."""
+    made = poisoned_loop(tmp_path, set(range(3, 40)), max_steps=40)
+    with pytest.raises(OnecardError, match="gives up after update 23: 5 updates in a row") as fault:
         made.run("test")
     assert fault.value.exit_status == 2
-    assert made.step == 13
+    assert made.step == 23
     newest = checkpoint.newest_whole(tmp_path)
-    assert newest is not None and newest[0] == 13
-    again = poisoned_loop(tmp_path, set(), max_steps=20)
+    assert newest is not None and newest[0] == 23
+    again = poisoned_loop(tmp_path, set(), max_steps=40)
     assert again.resume()
     assert all(torch.isfinite(p).all() for p in again.model.parameters())
     again.run("test")
-    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(1, 21))
-    assert again.skipped == 10
+    assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+    assert again.skipped == 20
 
 
-def test_nine_skipped_in_a_row_do_not_end_it(tmp_path: Path) -> None:
-    made = poisoned_loop(tmp_path, set(range(3, 12)) | {13}, max_steps=15)
+def test_four_skipped_in_a_row_change_nothing_else(tmp_path: Path) -> None:
+    made = poisoned_loop(tmp_path, set(range(3, 7)) | {8}, max_steps=12)
     made.run("test")
-    assert made.skipped == 10
+    assert made.skipped == 5
+    assert not [row for row in lines(tmp_path / "events.jsonl") if row["event"] == "rollback"]
+
+
+def test_a_roll_back_goes_on_with_other_rows_and_is_exact_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved after 3, 6, 9; the 8th to 12th fail; from 6 on with the 13th rows, at half the rate."""
+
+    def fresh(name: str) -> Loop:
+        (tmp_path / name).mkdir(exist_ok=True)
+        made = poisoned_loop(
+            tmp_path / name,
+            set(range(7, 12)),
+            max_steps=13,
+            save_every=3,
+            keep_last=9,
+            roll_back_learning_rate_factor=0.5,
+        )
+        monkeypatch.setattr(made.control, "due", lambda step: [])
+        return made
+
+    whole = fresh("whole")
+    drawn: list[tuple[int, int]] = []
+    original = whole.update
+
+    def update(number: int) -> loop.UpdateResult:
+        drawn.append((whole.step, number))
+        return original(number)
+
+    whole.update = update  # type: ignore[method-assign]
+    whole.run("test")
+    assert drawn == [(n, n) for n in range(12)] + [(n, n + 6) for n in range(6, 13)]
+    assert [row["step"] for row in lines(tmp_path / "whole" / "metrics.jsonl")] == list(range(1, 14))
+    [event] = [row for row in lines(tmp_path / "whole" / "events.jsonl") if row["event"] == "rollback"]
+    assert (event["step"], event["failed"], event["learning_rate"]) == (6, 12, 0.005)
+    assert whole.optimizers.peak_learning_rate == 0.005 and whole.watchdog.roll_backs == 1
+    parts = fresh("parts")
+    crash = parts.update
+
+    def fail(number: int) -> loop.UpdateResult:
+        if number == 14:
+            raise KeyboardInterrupt
+        return crash(number)
+
+    parts.update = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        parts.run("test")
+    again = fresh("parts")
+    assert again.resume() and (again.step, again.taken) == (6, 12)
+    again.run("test")
+    meant, made = state_of(whole), state_of(again)
+    assert all(torch.equal(value, made[name]) for name, value in meant.items())
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def starved(made: Loop, most: int) -> list[int]:
+    """Let every micro-batch of more than `most` rows run out of memory; the sizes that were tried."""
+    tried: list[int] = []
+    original = made._loss
+
+    def loss(batch: RowBatch, scale: float, *, learn: bool = True) -> torch.Tensor:
+        tried.append(len(batch.row_lengths))
+        if len(batch.row_lengths) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return original(batch, scale, learn=learn)
+
+    made._loss = loss  # type: ignore[method-assign]
+    return tried
+
+
+def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = make_rows(tmp_path, [1, 7, 3, 0, 5, 2])
+    meant, plain = gradients_of_update(make_loop(tmp_path, rows, batch_size=6, rows_per_update=6), 0, monkeypatch)
+    made = make_loop(tmp_path, rows, batch_size=6, rows_per_update=6)
+    tried = starved(made, 2)
+    taken, result = gradients_of_update(made, 0, monkeypatch)
+    assert tried == [6, 3, 2, 2, 2]
+    assert result.loss == pytest.approx(plain.loss, rel=1e-6)
+    for name, gradient in meant.items():
+        torch.testing.assert_close(taken[name], gradient, rtol=1e-5, atol=1e-7)
+    found = [(row["batch_size"], row["was"]) for row in lines(tmp_path / "events.jsonl") if row["event"] == "oom"]
+    assert found == [(3, 6), (2, 3)]
+    assert "the same gradient" in capsys.readouterr().err
+    # The smaller size is kept, also by whoever resumes.
+    made.save()
+    again = make_loop(tmp_path, rows, batch_size=6, rows_per_update=6)
+    assert again.resume() and again.settings.batch_size == 2 and again.order.rows_per_update == 6
+
+
+def test_at_one_row_there_is_nothing_left_to_halve(tmp_path: Path) -> None:
+    made = make_loop(tmp_path, make_rows(tmp_path, [3, 4]), batch_size=2, rows_per_update=2)
+    starved(made, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        made.run("test")
+
+
+def test_the_longest_rows_are_tried_first(tmp_path: Path) -> None:
+    made = make_loop(tmp_path, make_rows(tmp_path, [3, 4, 5, 6]), batch_size=4, rows_per_update=4)
+    before = state_of(made)
+    assert starved(made, 2) == []
+    made.rehearse()
+    assert made.settings.batch_size == 2
+    assert all(torch.equal(value, before[name]) for name, value in state_of(made).items())
 
 
 # --- state --------------------------------------------------------------------------------------------------------
@@ -309,7 +417,7 @@ def test_a_resumed_loop_equals_one_that_ran_through(tmp_path: Path, optimizer: s
     first = fresh("parts", stop)
     original = first.save
 
-    def save_and_end() -> None:
+    def save_and_end(*_: Any, **__: Any) -> None:
         original()
         raise KeyboardInterrupt
 

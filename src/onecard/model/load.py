@@ -109,7 +109,7 @@ def vocabulary_rows(tokenizer: PreTrainedTokenizerFast) -> int:
 def silence_transformers() -> None:
     """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user.
 
-    So with torchao, which transformers imports where it is installed, and which then says what does not fit this Python.
+    So with torchao, which transformers imports where it is installed and which then says what does not fit this Python.
     """
     from transformers.utils import logging as theirs
 

@@ -2,7 +2,8 @@
 
 Tensors (weights, optimizer state, generators) go through torch.distributed.checkpoint in its safetensors form, so no
 pickle is read back and another number of processes can read them later; numbers go into state.json. The manifest
-(onecard.json, with a hash of each file) is written last.
+(onecard.json, with a hash of each file and the loss on held-out rows, if it was measured at that update) is written
+last. It does not know when to save, nor threads: see background.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import re
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,33 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from onecard import artifact, console
 from onecard.errors import ArtifactError
 
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-(\d{8,})")
+# The library makes the bytes of a file in memory before it writes them: no file is much larger than this.
+FILE_BYTES = 256 << 20
+# The names of numbers in a safetensors file.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the newest `last`, the `best` on held-out rows, and each multiple of `every`."""
+
+    last: int = 2
+    best: bool = False
+    every: int | None = None
 
 
 def directory_of(run: Path, step: int) -> Path:
@@ -37,27 +65,137 @@ def found(run: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def save(run: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], *, keep_last: int) -> Path:
-    """Write the checkpoint after update `step`, then remove all but the newest `keep_last` up to it.
+def size_bytes(tensors: dict[str, Tensor]) -> int:
+    """What a checkpoint of these takes on the disk, but for some kilobytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def save(
+    run: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    *,
+    keep: Keep,
+    held_out_loss: float | None = None,
+) -> Path:
+    """Write the checkpoint after update `step`, then remove what need not be kept of those up to it.
 
     Later ones, which were damaged and passed over, neither count nor go: the run will write over them.
+    ArtifactError if there is no room for it; whatever happens, the older ones stay until it is whole.
     """
     target = directory_of(run, step)
-    with artifact.new_directory(target, replace=True) as temporary, warnings.catch_warnings():
-        # One process is what is meant here; the library warns that no process group was set up.
-        warnings.simplefilter("ignore", UserWarning)
+    _need_room(run, size_bytes(tensors))
+    with artifact.new_directory(target, replace=True) as temporary:
+        silence()
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        writer = HuggingFaceStorageWriter(path=str(temporary), fqn_to_index_mapping=_files(contiguous))
         try:
-            state_dict_saver.save(
-                contiguous, storage_writer=HuggingFaceStorageWriter(path=str(temporary)), no_dist=True
-            )
+            state_dict_saver.save(contiguous, storage_writer=writer, no_dist=True)
         except CheckpointException as fault:
             raise _cause(fault) from fault
         artifact.write_json_atomically(temporary / "state.json", state)
-        artifact.write_manifest(temporary, "checkpoint", settings={"step": step})
-    for _, old in [entry for entry in found(run) if entry[0] <= step][:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
+        result = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        artifact.write_manifest(temporary, "checkpoint", settings={"step": step}, result=result)
+    _rotate(run, step, keep)
     return target
+
+
+def silence() -> None:
+    """One process is what is meant here; the library warns that no process group was set up.
+
+    Not `catch_warnings`: that changes the filters of every thread, and puts them back at any time.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+def _need_room(run: Path, needed_bytes: int) -> None:
+    folder = next(path for path in (run / "checkpoints", run, *run.parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + (64 << 10):
+        raise ArtifactError(
+            f"The disk is full: a checkpoint takes {console.format_bytes(needed_bytes)}, and "
+            f"{console.format_bytes(free)} are free in {folder}.",
+            "Free some space (a lower keep_last takes less) and run the same command again; finished work is kept.",
+        )
+
+
+def _files(tensors: dict[str, Tensor]) -> dict[str, int] | None:
+    """The number of the file, from 1, that each tensor goes into; None where one is enough."""
+    made, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        made[name] = number
+        filled += size
+    return made if number > 1 else None
+
+
+def _rotate(run: Path, step: int, keep: Keep) -> None:
+    entries = [entry for entry in found(run) if entry[0] <= step]
+    kept = {number for number, _ in entries[-keep.last :]}
+    if keep.every is not None:
+        kept |= {number for number, _ in entries if number % keep.every == 0}
+    if keep.best:
+        kept |= {number for number, _, _ in _by_loss(run, step)[:1]}
+    for number, path in entries:
+        if number not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _by_loss(run: Path, at_most: int | None) -> list[tuple[int, Path, float]]:
+    """Checkpoints whose loss on held-out rows is known, lowest first, and of equal ones the earlier."""
+    made = []
+    for step, path in found(run):
+        try:
+            loss = artifact.read_manifest(path, "checkpoint").result.get("held_out_loss")
+        except ArtifactError:
+            continue
+        if loss is not None and (at_most is None or step <= at_most):
+            made.append((step, path, float(loss)))
+    return sorted(made, key=lambda entry: (entry[2], entry[0]))
+
+
+def best(run: Path, *, at_most: int | None = None) -> tuple[int, Path, float] | None:
+    """Update, directory and loss (nats) of the whole checkpoint with the lowest loss on held-out rows.
+
+    `at_most` leaves later ones out of account. Load it into a loop with `state.restore`.
+    """
+    for step, path, loss in _by_loss(run, at_most):
+        if _is_whole(step, path):
+            return step, path, loss
+    return None
+
+
+def newest_whole(run: Path, *, before: int | None = None) -> tuple[int, Path] | None:
+    """The newest checkpoint whose files all have their recorded hashes; damaged ones are named and passed over.
+
+    With `before`, only those of earlier updates count.
+    """
+    entries = [entry for entry in found(run) if before is None or entry[0] < before]
+    for step, path in reversed(entries):
+        if _is_whole(step, path):
+            return step, path
+    if entries and before is None:
+        console.warn("No checkpoint is whole: the run begins anew.")
+    return None
+
+
+def _is_whole(step: int, path: Path) -> bool:
+    try:
+        artifact.verify(path)
+    except ArtifactError as fault:
+        console.warn(f"The checkpoint of update {step} is passed over: {fault.what}")
+        return False
+    return True
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Remove the checkpoints of later updates: the run goes on from `step` in another way than it did."""
+    for number, path in found(run):
+        if number > step:
+            shutil.rmtree(path)
 
 
 def _cause(fault: CheckpointException) -> BaseException:
@@ -73,20 +211,6 @@ def _cause(fault: CheckpointException) -> BaseException:
     return RuntimeError(str(fault))
 
 
-def newest_whole(run: Path) -> tuple[int, Path] | None:
-    """The newest checkpoint whose files all have their recorded hashes; damaged ones are named and passed over."""
-    for step, path in reversed(found(run)):
-        try:
-            artifact.verify(path)
-        except ArtifactError as fault:
-            console.warn(f"The checkpoint of update {step} is passed over: {fault.what}")
-            continue
-        return step, path
-    if found(run):
-        console.warn("No checkpoint is whole: the run begins anew.")
-    return None
-
-
 def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Fill `tensors` (by name, in place) from a checkpoint and return its state."""
     with warnings.catch_warnings():
@@ -97,13 +221,13 @@ def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def tensor_names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Names, types and shapes of the tensors in a checkpoint."""
+    """Names, types and shapes of the tensors in a checkpoint, from the heads of its files."""
     from safetensors import safe_open
 
     made = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                tensor = opened.get_tensor(name)
-                made[name] = (tensor.dtype, tuple(tensor.shape))
+                part = opened.get_slice(name)
+                made[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return made

@@ -27,6 +27,7 @@ from onecard.data.packing import RowBatch, Rows, gather
 from onecard.data.prefetch import Prefetch
 from onecard.errors import Interrupted, OnecardError
 from onecard.train import checkpoint, state
+from onecard.train.background import Saver
 from onecard.train.compilation import begin_pass, uncompiled
 from onecard.train.control import PAUSE, Control
 from onecard.train.metrics import RunLog, peak_memory_bytes
@@ -37,11 +38,10 @@ from onecard.train.scaling import LossScale, clip_
 from onecard.train.schedule import Schedule
 from onecard.train.stopping import StopRequest, stop_on_signals
 from onecard.train.vitals import Vitals
+from onecard.train.watchdog import Action, Finding, Limits, Watchdog
 
 _SCHEDULE = {"kind", "max_steps", "warmup_ratio", "decay_ratio", "final_ratio"}
-_SETTINGS = {"max_steps", "max_grad_norm", "evaluate_every", "save_every", "keep_last", "log_every"}
-# So many skipped updates in a row mean that the run is broken, not unlucky.
-SKIPS_IN_A_ROW = 10
+_SETTINGS = {"max_steps", "max_grad_norm", "evaluate_every", "save_every", "keep_last", "log_every", "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class LoopSettings:
     keep_last: int
     log_every: int
     pad_id: int
+    keep_best: bool = False
+    keep_every: int | None = None
+    roll_back_learning_rate_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -105,23 +108,26 @@ class Loop:
         precision: Precision,
         settings: LoopSettings,
         saving: Callable[[], AbstractContextManager[object]] = nullcontext,
+        watchdog: Watchdog | None = None,
         sample: Callable[[], list[tuple[str, str]]] | None = None,
     ) -> None:
         self.run_directory, self.model, self.objective = run, model, objective
         self.rows, self.order, self.held_out = rows, order, held_out
         self.optimizers, self.schedule, self.precision, self.settings = optimizers, schedule, precision, settings
         self.saving, self.sample = saving, sample
+        self.watchdog = watchdog or Watchdog(Limits())
         self.loss_scale = LossScale(enabled=precision.loss_scaling)
         self.stopped_by: int | None = None
         self._ahead: Prefetch[list[RowBatch]] | None = None
         self.log = RunLog(run)
         self.vitals = Vitals(self.log)
+        self.saver = Saver(run, self.log)
         self.control = Control(run)
         # Updates done, updates of the present order taken, tokens learned, updates skipped.
-        self.step = self.taken = self.tokens = self.skipped = self.skips_in_a_row = 0
+        self.step = self.taken = self.tokens = self.skipped = 0
         # Settings that were changed on the way, by name.
         self.changes: dict[str, Any] = {}
-        self.seconds = 0.0
+        self.seconds = self._factor = 0.0
         self._random = has_dropout(model)
 
     # --- one update -----------------------------------------------------------------------------------------------
@@ -140,8 +146,15 @@ class Loop:
             self._ahead = Prefetch(self.micro_batches)
         batches = self._ahead.take(number)
         # Only updates that are applied move the schedule on.
-        self.optimizers.set_factor(self.schedule.factor(self.step - self.skipped))
-        loss, norm = self._scaled_gradients(batches)
+        self._factor = self.schedule.factor(self.step - self.skipped)
+        self.optimizers.set_factor(self._factor)
+        while True:
+            try:
+                loss, norm = self._scaled_gradients(batches)
+                break
+            except torch.OutOfMemoryError as fault:
+                self._halve(fault)
+            batches = self.micro_batches(number)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self.optimizers.step()
@@ -182,13 +195,34 @@ class Loop:
         # Read here and not before: a device then waits once an update, and not once a micro-batch.
         return math.fsum(torch.stack(parts).tolist()) / scale, norm
 
+    def _halve(self, fault: torch.OutOfMemoryError) -> None:
+        """Go on in micro-batches of half the size, whose gradients add up to the same; raises where that cannot be."""
+        size = self.settings.batch_size
+        if size == 1 or self.optimizers.in_backward:  # inside backward some weights have been stepped already
+            raise fault
+        self.optimizers.zero_grad()
+        self.change("batch_size", (size + 1) // 2)
+        self.log.event("oom", step=self.step + 1, batch_size=self.settings.batch_size, was=size)
+        console.warn(
+            f"The memory ran out in update {self.step + 1}: it is done again with batch_size "
+            f"{self.settings.batch_size} instead of {size}, which gives the same gradient."
+        )
+        if self.precision.device == "cuda":
+            torch.cuda.empty_cache()
+
     def rehearse(self) -> None:
         """Forward and backward of the longest rows, of which nothing is kept: if the memory runs out, then now."""
         lengths = [sum(s.end - s.begin for s in self.rows.segments(row)) for row in range(sum(self.rows.per_source))]
         longest = sorted(range(len(lengths)), key=lambda row: -lengths[row])[: self.settings.batch_size]
         generator = torch.get_rng_state()
-        batch = gather(self.rows, longest, pad_id=self.settings.pad_id, row_count=self.settings.batch_size)
-        self._loss(batch, 0.0).backward()  # type: ignore[no-untyped-call]
+        while True:
+            size = self.settings.batch_size
+            try:
+                batch = gather(self.rows, longest[:size], pad_id=self.settings.pad_id, row_count=size)
+                self._loss(batch, 0.0).backward()  # type: ignore[no-untyped-call]
+                break
+            except torch.OutOfMemoryError as fault:
+                self._halve(fault)
         self.optimizers.zero_grad()
         torch.set_rng_state(generator)
 
@@ -232,25 +266,38 @@ class Loop:
 
     def _look(self) -> float | None:
         held_out_loss = self.evaluate()
+        texts = []
         if self.sample is not None:
             self.model.eval()
             try:
                 with uncompiled(), torch.no_grad():
                     for prompt, text in self.sample():
                         self.log.sample(self.step, prompt, text)
+                        texts.append(text)
             finally:
                 self.model.train()
+        decaying = self.schedule.factor(self.step - self.skipped) < self._factor
+        self._say(self.watchdog.after_evaluation(held_out_loss, texts, decaying=decaying))
         return held_out_loss
+
+    def _say(self, findings: list[Finding]) -> None:
+        for finding in findings:
+            self.log.event("finding", step=self.step, what=finding.kind, text=finding.text)
+            console.warn(f"Update {self.step}: {finding.text}")
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write a checkpoint of everything that decides how the run goes on."""
-        self.log.flush()
-        checkpoint.save(
-            self.run_directory, self.step, state.tensors(self), state.numbers(self), keep_last=self.settings.keep_last
+    def save(self, held_out_loss: float | None = None, *, wait: bool = True) -> None:
+        """Write a checkpoint of everything that decides how the run goes on; without `wait` in the background."""
+        settings = self.settings
+        self.saver.save(
+            self.step,
+            state.tensors(self),
+            state.numbers(self),
+            keep=checkpoint.Keep(settings.keep_last, settings.keep_best, settings.keep_every),
+            held_out_loss=held_out_loss,
+            wait=wait,
         )
-        self.log.event("checkpoint", step=self.step)
 
     def resume(self) -> bool:
         """Go to the newest whole checkpoint; False if there is none."""
@@ -258,6 +305,7 @@ class Loop:
         if newest is None:
             return False
         state.restore(self, newest[1])
+        self.saver.reach(self.step)
         self.log.cut_after(self.step)
         return True
 
@@ -296,6 +344,7 @@ class Loop:
             raise fault from broken
         finally:
             self.close()
+            self.saver.close()
 
     def _run(self, description: str) -> None:
         self.model.train()
@@ -314,7 +363,9 @@ class Loop:
                 self.step += 1
                 self.taken += 1
                 self.tokens += result.tokens
-                broken = self._count_skip(result)
+                if self._judge(result, update_seconds) is Action.ROLL_BACK:
+                    bar.advance(self.step - bar.done)
+                    continue
                 last = self.step == settings.max_steps
                 held_out_loss = self._look() if last or self.step % settings.evaluate_every == 0 else None
                 self.seconds += time.monotonic() - started
@@ -323,14 +374,10 @@ class Loop:
                 bar.advance(1, f"loss {result.loss:.3f}")
                 # Read once: what comes during the save is obeyed after the next update, which is then saved too.
                 stopped_by = stop.signal
-                if last or broken or stopped_by is not None or self.step % settings.save_every == 0:
-                    self.save()
-                if broken:
-                    raise OnecardError(
-                        f"{SKIPS_IN_A_ROW} updates in a row had no finite gradient; the run stops with finite weights.",
-                        f"Look at the rows named in {self.run_directory / 'events.jsonl'}; begin anew with a lower "
-                        "learning_rate, or run the same command again to go on after them.",
-                    )
+                self.saver.look()
+                best = settings.keep_best and self.saver.is_best(held_out_loss)
+                if last or best or stopped_by is not None or self.step % settings.save_every == 0:
+                    self.save(held_out_loss, wait=last or stopped_by is not None)
                 self.stopped_by = stopped_by
                 if stopped_by is not None and not last:
                     name = signal.Signals(stopped_by).name
@@ -362,6 +409,7 @@ class Loop:
             if request.name == "max_steps":
                 bar.total = request.value
         if pause is not None:
+            self.saver.finish()
             if not checkpoint.directory_of(self.run_directory, self.step).exists():
                 self.save()
             self.log.event("pause", step=self.step, reason=f"asked for by {pause.who}")
@@ -376,7 +424,7 @@ class Loop:
             step=self.step,
             tokens=self.tokens,
             loss=result.loss if math.isfinite(result.loss) else None,
-            lr=self.schedule.factor(self.step - 1) * self.optimizers.peak_learning_rate,
+            lr=self._factor * self.optimizers.peak_learning_rate,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             tokens_per_second=result.tokens / max(update_seconds, 1e-9),
             seconds=self.seconds,
@@ -386,17 +434,53 @@ class Loop:
             **extra,
         )
 
-    def _count_skip(self, result: UpdateResult) -> bool:
-        """Count and report a skipped update; True when so many in a row mean that the run is broken."""
-        if not result.skipped:
-            self.skips_in_a_row = 0
-            return False
-        self.skipped += 1
-        self.skips_in_a_row += 1
-        rows = self.order.rows_of_update(self.taken - 1)
-        self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
-        console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
-        if self.skips_in_a_row < SKIPS_IN_A_ROW:
-            return False
-        self.skips_in_a_row = 0  # whoever goes on from here begins to count anew
-        return True
+    def _judge(self, result: UpdateResult, update_seconds: float) -> Action:
+        """Do what the watchdog says after an update: nothing, or go back. OnecardError where it gives up."""
+        # What is as it was when the trouble began is not worth going back to.
+        good = self.step - max(1, self.watchdog.skips_in_a_row + result.skipped)
+        if result.skipped:
+            self.skipped += 1
+            rows = self.order.rows_of_update(self.taken - 1)
+            self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
+            console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
+        action, findings = self.watchdog.after_update(result.loss, result.grad_norm, skipped=result.skipped)
+        if action is not Action.GIVE_UP:
+            self._say(findings)
+        if action is Action.ROLL_BACK:
+            return self._roll_back(before=good)
+        if action is Action.GIVE_UP:
+            self._record(result, None, update_seconds)
+            self.save()
+            raise OnecardError(
+                f"The run gives up after update {self.step}: {findings[-1].text} Its weights are finite and saved.",
+                f"Look at the rows named in {self.run_directory / 'events.jsonl'}; begin anew with a lower "
+                "learning_rate, or run the same command again to go on after them.",
+            )
+        return action
+
+    def _roll_back(self, *, before: int) -> Action:
+        """Go back to the newest whole checkpoint before an update, and on with the rows after those that failed.
+
+        Without a checkpoint the weights stay as they are, which skipped updates have not changed.
+        The checkpoint is written again with that place in the data, so that a resumed run does not meet them either.
+        """
+        self.saver.finish()
+        newest = checkpoint.newest_whole(self.run_directory, before=before)
+        if newest is None:
+            return Action.GO_ON
+        failed, order, taken, count = self.step, self.order, self.taken, self.watchdog.roll_backs
+        state.restore(self, newest[1])
+        self.close()
+        self.order, self.taken, self.watchdog.roll_backs = order, taken, count
+        self.log.cut_after(self.step)
+        rates = {}
+        if self.settings.roll_back_learning_rate_factor < 1:
+            for name, peak in self.optimizers.peaks().items():
+                rates[name] = peak * self.settings.roll_back_learning_rate_factor
+                self.change(name, rates[name])
+        self.log.event("rollback", step=self.step, failed=failed, **rates)
+        console.warn(f"The run goes back from update {failed} to {self.step} and on with other rows.")
+        checkpoint.forget_after(self.run_directory, self.step)
+        self.saver.reach(self.step)
+        self.save()
+        return Action.ROLL_BACK

@@ -244,6 +244,8 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             keep_last=config.keep_last,
             log_every=config.log_every,
             pad_id=task.tokenizer.pad_token_id or 0,
+            keep_best=config.keep_best or config.early_stopping is not None,
+            keep_every=config.keep_every,
             roll_back_learning_rate_factor=config.roll_back_learning_rate_factor,
         ),
         watchdog=Watchdog(
