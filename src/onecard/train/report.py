@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from onecard.console import format_bytes, format_duration
 from onecard.report import Page
-from onecard.train.metrics import RunLog
+from onecard.train.metrics import RunLog, read_lines
+from onecard.train.vitals import energy_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
             "tokens/s": round(result["tokens_per_second"]),
             "time": format_duration(result["seconds"]),
             "peak memory": format_bytes(result["peak_memory_bytes"]),
+            **({} if result.get("energy_kwh") is None else {"energy of the card": energy_text(result)}),
         }
     )
     page.heading("Loss")
@@ -45,6 +47,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
         ],
     )
     page.figure(lambda axes: _draw_rates(axes, rows), "Learning rate over the run.", height=1.8)
+    _write_sensors(page, run, rows, result)
     samples = log.samples()
     if samples:
         page.heading("What it wrote, update by update")
@@ -57,6 +60,47 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     hidden = ("asked", "fingerprint")
     page.table(["setting", "value"], [[key, str(settings[key])] for key in sorted(settings) if key not in hidden])
     page.save(run / "report.html")
+
+
+def _write_sensors(page: Page, run: Path, rows: list[dict[str, Any]], result: dict[str, Any]) -> None:
+    """Heat and power over time, waiting, and what kept the card from its work; nothing where nothing is known."""
+    known = [row for row in rows if "card_celsius" in row or "card_watts" in row]
+    events = read_lines(run / "events.jsonl")
+    found = [f"Update {row['step']:,}: {row['what']}" for row in events if row["event"] == "under_use"]
+    cooling = result.get("cooling_seconds") or 0
+    if not known and not found and not cooling:
+        return
+    page.heading("Heat and power")
+    if known:
+        page.figure(
+            lambda axes: _draw_heat(axes, known),
+            "Temperature of the card (its highest between two lines of metrics.jsonl) and its power (mean).",
+        )
+    if cooling:
+        page.paragraph(f"The run waited {format_duration(cooling)} for the card to cool.")
+    for text in found:
+        page.paragraph(text)
+
+
+def _draw_heat(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    lines = []
+    for name, label, color in (
+        ("card_celsius", "card", "#b54708"),
+        ("card_memory_celsius", "its memory", "#e0a070"),
+    ):
+        points = [(row["seconds"] / 60, row[name]) for row in rows if name in row]
+        if points:
+            lines += axes.plot(*zip(*points), color=color, linewidth=1.4, label=label)
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("°C")
+    points = [(row["seconds"] / 60, row["card_watts"]) for row in rows if "card_watts" in row]
+    if points:
+        watts = axes.twinx()
+        watts.spines["top"].set_visible(False)
+        lines += watts.plot(*zip(*points), color="#2f5fd0", linewidth=1.0, label="power")
+        watts.set_ylabel("W")
+        watts.set_ylim(bottom=0)
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
 
 
 def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
