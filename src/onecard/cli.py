@@ -40,8 +40,15 @@ VERBS: dict[str, VerbEntry] = {
         "onecard.train.pretrain:pretrain", "PretrainConfig", "pretrain", "train a language model from nothing"
     ),
     "finetune": VerbEntry("onecard.train.finetune:finetune", "FinetuneConfig", "finetune", "teach a model to answer"),
+    "status": VerbEntry("onecard.train.status:status", "StatusConfig", "", "say how a run stands"),
+    "pause": VerbEntry("onecard.train.reach:pause", "PauseConfig", "", "have a run save and free the device"),
+    "resume": VerbEntry("onecard.train.reach:resume", "ResumeConfig", "", "go on with a run that was stopped"),
+    "set": VerbEntry("onecard.train.reach:change", "SetConfig", "", "change settings of a run while it goes on"),
     "evaluate": VerbEntry(
         "onecard.evaluate.evaluate:evaluate", "EvaluateConfig", "evaluate", "measure a model on text it has not seen"
+    ),
+    "bench memory": VerbEntry(
+        "onecard.train.memory_bench:memory", "MemoryBenchConfig", "", "measure each way of saving memory"
     ),
     "chat": VerbEntry("onecard.serve.chat:chat", "ChatConfig", "", "talk to a model in the terminal"),
     "serve": VerbEntry(

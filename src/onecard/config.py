@@ -266,6 +266,50 @@ class RunConfig(Settings):
         metavar="STAGE.KEY=VALUE",
         one_by_one=True,
     )
+    detach: bool = setting(False, "go on in the background, also when the terminal is closed")
+
+
+class StatusConfig(Settings):
+    """Say how a run stands, whether it is at work or not: progress, losses, time left, changes, settings in force."""
+
+    run: Path = setting(..., "a run directory, or the output of a recipe", positional=True, metavar="RUN")
+
+
+class PauseConfig(Settings):
+    """Ask a run to save at its next completed update and to free the device; waits until that is done."""
+
+    run: Path = setting(..., "a run directory, or the output of a recipe", positional=True, metavar="RUN")
+    wait_minutes: float = setting(30, "how long to wait for it (the request stands, whatever comes first)", ge=0)
+
+
+class SetConfig(Settings):
+    """Change settings of a run: from its next update on, or from its next start where it does not run."""
+
+    run: Path = setting(..., "a run directory, or the output of a recipe", positional=True, metavar="RUN")
+    changes: list[str] = setting(..., "such as learning_rate=1e-5", positional=True, metavar="KEY=VALUE")
+
+
+class ResumeConfig(Settings):
+    """Go on with a run that was paused, interrupted or crashed, from wherever it was started."""
+
+    run: Path = setting(..., "a run directory, or the output of a recipe", positional=True, metavar="RUN")
+    set: list[str] = setting(
+        [], "change settings first, also those that need a restart, such as batch_size=4", metavar="KEY=VALUE"
+    )
+    detach: bool = setting(False, "go on in the background, also when the terminal is closed")
+
+
+class MemoryBenchConfig(Verb):
+    """Measure what each way of saving memory saves and costs here: peak memory and speed of an update, as a table."""
+
+    size: str = setting("137M", "a preset, or a size between, such as 26M")
+    vocabulary_size: int = setting(49152, "entries of the vocabulary", ge=300, le=1_000_000)
+    max_length: int = setting(1024, "tokens in a training row", ge=8)
+    batch_size: list[Positive] = setting([1, 8], "rows in a micro-batch: one table for each")
+    updates: int = setting(3, "updates of each measurement; the first is not counted", ge=2)
+    compile: bool = setting(True, "compile each layer")
+    only: list[str] = setting([], "measure only what has one of these words in its name, such as fp32", metavar="WORD")
+    output: Path = setting(Path("memory"), "the directory to write the table to")
 
 
 class NewConfig(Settings):

@@ -180,6 +180,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {fault}.", "Mend that line.") from None
 
 
+def assignment(text: str) -> tuple[str, Any]:
+    """The name and the value of KEY=VALUE; the value is read as TOML, or as a string where it is none."""
+    name, equals, value = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if not (equals and name):
+        raise ConfigError(f"{text} is not KEY=VALUE.", "Such as learning_rate=1e-5.")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value.strip()
+
+
 def relative_to(base: Path, kind: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
     """Paths of a recipe are meant from the folder that it lies in; `package:` paths and "none" are left alone."""
 

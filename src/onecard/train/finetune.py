@@ -58,6 +58,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         settings=free_settings_removed(config),
         overwrite=config.overwrite,
     )
+    config = run.in_force(config)
     found, stores = _stores(config, run, tokenizer)
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
     precision = choose(config.precision if run.plan is None else run.plan["precision"])

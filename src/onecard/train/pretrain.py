@@ -40,6 +40,7 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
     run = RunDirectory.open(
         config.output, fingerprint=mark, settings=free_settings_removed(config), overwrite=config.overwrite
     )
+    config = run.in_force(config)
     vocabulary = vocabulary_rows(tokenizer)
     store = _store(run, config.corpus, "train", tokenizer, vocabulary, tokenizer_hash)
     held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_hash)
