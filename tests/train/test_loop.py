@@ -22,6 +22,7 @@ from onecard.train.loop import Loop, LoopSettings
 from onecard.train.objectives import NextToken
 from onecard.train.precision import Precision
 from onecard.train.schedule import Schedule
+from onecard.train.watchdog import Limits, Watchdog
 
 VOCABULARY = 40
 
@@ -435,3 +436,60 @@ def test_a_resumed_loop_equals_one_that_ran_through(tmp_path: Path, optimizer: s
     keys = ("step", "tokens", "loss", "lr", "grad_norm")
     logs = [[[row[k] for k in keys] for row in lines(tmp_path / n / "metrics.jsonl")] for n in ("whole", "parts")]
     assert logs[0] == logs[1]
+
+
+# --- early stopping -----------------------------------------------------------------------------------------------
+
+
+def test_early_stopping_keeps_the_best_model_also_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses at the evaluations after updates 2, 4, 6 ...: 3, 2, 2.5, 2.4: after update 8 it is enough."""
+    rows = make_rows(tmp_path, [3, 4, 5, 6])
+    watch = Watchdog(Limits(early_stopping=2))
+    settings: dict[str, Any] = {
+        "max_steps": 20,
+        "evaluate_every": 2,
+        "keep_best": True,
+        "save_every": 3,
+        "keep_last": 1,
+    }
+    losses = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4}
+    best: dict[str, torch.Tensor] = {}
+
+    def fresh() -> Loop:
+        made = make_loop(tmp_path, rows, held_out=(rows, [0]), **settings)
+        made.watchdog = Watchdog(watch.limits)
+
+        def evaluate() -> float:
+            if made.step == 4:
+                best.update({name: p.detach().clone() for name, p in made.model.named_parameters()})
+            return losses[made.step]
+
+        monkeypatch.setattr(made, "evaluate", evaluate)
+        return made
+
+    first = fresh()
+    original = first.update
+
+    def fail(number: int) -> loop.UpdateResult:
+        if number == 7:
+            raise KeyboardInterrupt
+        return original(number)
+
+    first.update = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run("test")
+    made = fresh()
+    assert made.resume() and made.step == 6
+    made.run("test")
+    assert made.step == 8
+    assert all(torch.equal(best[name], p) for name, p in made.model.named_parameters())
+    [event] = [row for row in lines(tmp_path / "events.jsonl") if row["event"] == "early_stop"]
+    assert (event["step"], event["best"], event["held_out_loss"]) == (8, 4, 2.0)
+    # Whoever comes again has nothing left to do, and the same model.
+    again = fresh()
+    assert again.resume() and again.step == 8
+    again.run("test")
+    assert again.step == 8
+    assert all(torch.equal(best[name], p) for name, p in again.model.named_parameters())

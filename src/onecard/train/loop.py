@@ -352,7 +352,7 @@ class Loop:
             stop_on_signals() as stop,
             console.progress(description, self.settings.max_steps, "updates", done=self.step) as bar,
         ):
-            while self.step < self.settings.max_steps:
+            while self.step < self.settings.max_steps and not self.watchdog.enough:
                 self._watch(stop)
                 self._obey(bar)
                 settings = self.settings
@@ -368,6 +368,7 @@ class Loop:
                     continue
                 last = self.step == settings.max_steps
                 held_out_loss = self._look() if last or self.step % settings.evaluate_every == 0 else None
+                last = last or self.watchdog.enough
                 self.seconds += time.monotonic() - started
                 if last or held_out_loss is not None or self.step % settings.log_every == 0:
                     self._record(result, held_out_loss, update_seconds)
@@ -386,6 +387,22 @@ class Loop:
                         f"Stopped by {name} after update {self.step} of {settings.max_steps}; everything is saved.",
                         "Run the same command again to go on from there.",
                     )
+
+        self._take_best()
+
+    def _take_best(self) -> None:
+        """With early stopping the model that counts is the one with the lowest loss on held-out rows."""
+        patience = self.watchdog.limits.early_stopping
+        self.saver.finish()
+        best = checkpoint.best(self.run_directory, at_most=self.step)
+        if patience is None or best is None or best[0] == self.step:
+            return
+        state.restore_model(self, best[1])
+        self.log.event("early_stop", step=self.step, best=best[0], held_out_loss=best[2])
+        console.note(
+            f"  the loss on held-out rows was lowest after update {best[0]} ({best[2]:.3f}): that model is kept"
+            + (f"; {patience} evaluations did not better it" if self.watchdog.enough else "")
+        )
 
     def _watch(self, stop: StopRequest) -> None:
         """Wait while the card is too hot; HardwareFault, with what can be trusted saved, if it is broken."""

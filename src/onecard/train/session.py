@@ -326,7 +326,11 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         task.complete(model)
     save_model(model, task.tokenizer, task.run.path / "model", stop_ids=_stop_ids(task), sampling=sampling)
     rows = RunLog(task.run.path).metrics()
-    held_out = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
+    measured_losses = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
+    # With early stopping the best model is the one that was kept.
+    kept = None
+    if measured_losses:
+        kept = measured_losses[-1] if task.config.early_stopping is None else min(measured_losses)
     measured = {
         "seconds": loop.seconds,
         "tokens_per_second": loop.tokens / max(loop.seconds, 1e-9),
@@ -343,7 +347,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         "tokens": loop.tokens,
         "skipped": loop.skipped,
         "loss": rows[-1]["loss"] if rows else None,
-        "held_out_loss": held_out[-1] if held_out else None,
+        "held_out_loss": kept,
         "predicted_seconds": plan["predicted_seconds"],
         **measured,
         **loop.vitals.result(),
@@ -359,7 +363,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
             ["time", console.format_duration(plan["predicted_seconds"]), console.format_duration(loop.seconds)],
             ["tokens/s", f"{plan['predicted_tokens_per_second']:,.0f}", f"{measured['tokens_per_second']:,.0f}"],
             ["updates", f"{plan['max_steps']:,}", f"{loop.step:,}"],
-            ["loss on held-out rows", "", f"{held_out[-1]:.3f}" if held_out else "none held out"],
+            ["loss on held-out rows", "", "none held out" if kept is None else f"{kept:.3f}"],
             *([] if result["energy_kwh"] is None else [["energy of the card", "", energy_text(result)]]),
         ],
     )

@@ -59,11 +59,18 @@ def numbers(loop: Loop) -> dict[str, Any]:
     }
 
 
-def restore(loop: Loop, path: Path) -> None:
-    """Put a loop where it was when the checkpoint was written."""
+def restore_model(loop: Loop, path: Path) -> None:
+    """Put the weights where they were when the checkpoint was written, and nothing else."""
+    _load(loop, path, only="model/")
+
+
+def _load(loop: Loop, path: Path, *, only: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fill the model from a checkpoint; its numbers, and all of its tensors whose names begin with `only`."""
     targets = _of_the_model(loop)
     loaded = {}
     for name, (dtype, shape) in checkpoint.tensor_names(path).items():
+        if not name.startswith(only):
+            continue
         # Straight into the weights where they are kept in the same format as then.
         fits = name in targets and targets[name].dtype == dtype
         loaded[name] = targets[name] if fits else torch.empty(shape, dtype=dtype)
@@ -72,6 +79,12 @@ def restore(loop: Loop, path: Path) -> None:
         for name, target in targets.items():
             if loaded[name] is not target:
                 target.copy_(loaded[name])
+    return found, loaded
+
+
+def restore(loop: Loop, path: Path) -> None:
+    """Put a loop where it was when the checkpoint was written."""
+    found, loaded = _load(loop, path)
     _restore_optimizers(loop, found, loaded)
     torch.set_rng_state(loaded["generator/cpu"])
     if loop.precision.device == "cuda" and "generator/cuda" in loaded:
