@@ -285,7 +285,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, kind: str, w
         tensors = {f"model/{name}": value for name, value in weights(model).items()}
         tensors |= {f"optimizer/{name}": value for name, value in made.state_tensors().items()}
         tensors["generator"] = torch.get_rng_state()
-        path = checkpoint.save(tmp_path, 2, tensors, {}, keep_last=1)
+        path = checkpoint.save(tmp_path, 2, tensors, {}, keep=checkpoint.Keep(1))
         train(model, made, range(2, 4))
 
         again, resumed = begin()

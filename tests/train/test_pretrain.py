@@ -188,7 +188,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """End the run as a signal does, after update `step`."""
     original = loop.Loop.save
 
-    def save(self: loop.Loop) -> None:
+    def save(self: loop.Loop, *_: Any, **__: Any) -> None:
         original(self)
         if self.step == step:
             raise Interrupted("stopped", "Run the same command again to go on from there.")

@@ -123,7 +123,7 @@ def _arm(stop: Stop) -> None:
     elif stop.place == "model":
         wrapped(artifact, "write_manifest", lambda directory, kind, *_: kind == "model")
     elif stop.place == "saved":
-        wrapped(loop.Loop, "save", lambda self: self.step == at, after=True)
+        wrapped(loop.Loop, "save", lambda self, *_: self.step == at, after=True)
     else:
         assert stop.place == "finish"
         wrapped(directory.RunDirectory, "finish", lambda *_: True)
