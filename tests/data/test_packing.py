@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from onecard.data.packing import IGNORED, PackedRows, Segment, StreamRows, best_fit, gather
+from onecard.data.packing import IGNORED, PackedRows, PaddedRows, Segment, StreamRows, best_fit, gather
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import DataError
 
@@ -102,3 +103,42 @@ def test_missing_rows_are_filled_and_attended_alone(tmp_path: Path) -> None:
     assert batch.tokens == 8
     assert sorted(set(batch.boundaries.tolist())) == [0, 8, 16, 24]
     assert batch.position_ids.max() == 7
+
+
+def test_padded_rows_hold_one_document_each_and_use_every_token_once(tmp_path: Path) -> None:
+    """An empty document has no row; one that is too long has several, and labels reach over the cut."""
+    texts = [Encoded("a", [10, 11, 12, 13, 14]), Encoded("b", [30]), Encoded("a", []), Encoded("a", [20, 21, 22, 23])]
+    rows = PaddedRows(store_of(tmp_path, texts), 4)
+    assert rows.per_source == [3, 1]
+    assert [rows.segments(row) for row in range(4)] == [
+        [Segment(0, 4, 5)],
+        [Segment(4, 5, 5)],
+        [Segment(6, 10, 10)],
+        [Segment(5, 6, 6)],
+    ]
+    batch = gather(rows, [3, 0], pad_id=0, row_count=3)
+    assert batch.input_ids.tolist() == [30, 0, 0, 0, 10, 11, 12, 13, 0, 0, 0, 0]
+    assert batch.labels.tolist() == [IGNORED] * 4 + [11, 12, 13, 14] + [IGNORED] * 4
+    assert batch.row_lengths.tolist() == [1, 4, 0]
+    assert (batch.labelled, batch.tokens) == (4, 5)
+
+
+def test_padded_rows_without_a_token_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no row"):
+        PaddedRows(store_of(tmp_path, [Encoded("a", [])]), 4)
+
+
+def test_a_batch_elsewhere_holds_the_same(tmp_path: Path) -> None:
+    batch = gather(PackedRows(store_of(tmp_path, [Encoded("a", [1, 2, 3])]), 4), [0], pad_id=0)
+    seen: list[int] = []
+
+    def place(array: Any) -> Any:
+        seen.append(array.size)
+        return array.copy()
+
+    made = batch.moved(place)
+    assert len(seen) == 4
+    assert made.tokens == batch.tokens == 3 and made.row_lengths is batch.row_lengths
+    for name in ("input_ids", "labels", "position_ids", "boundaries"):
+        assert getattr(made, name) is not getattr(batch, name)
+        assert (getattr(made, name) == getattr(batch, name)).all()

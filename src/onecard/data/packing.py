@@ -8,8 +8,9 @@ one row there are rows of one document each.
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,16 @@ class RowBatch:
     longest: int
     labelled: int
     tokens: int
+
+    def moved(self, place: Callable[[NDArray[Any]], NDArray[Any]]) -> RowBatch:
+        """The same batch with the large arrays put elsewhere by `place`."""
+        return replace(
+            self,
+            input_ids=place(self.input_ids),
+            labels=place(self.labels),
+            position_ids=place(self.position_ids),
+            boundaries=place(self.boundaries),
+        )
 
 
 class Rows(Protocol):

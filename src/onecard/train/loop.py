@@ -135,10 +135,14 @@ class Loop:
     def micro_batches(self, update: int) -> list[RowBatch]:
         """The rows of an update in micro-batches of one shape."""
         numbers, size = self.order.rows_of_update(update), self.settings.batch_size
-        return [
+        batches = [
             gather(self.rows, numbers[at : at + size], pad_id=self.settings.pad_id, row_count=size)
             for at in range(0, len(numbers), size)
         ]
+        if self.precision.device == "cuda":
+            # From there a card copies while it computes.
+            batches = [batch.moved(lambda array: torch.from_numpy(array).pin_memory().numpy()) for batch in batches]
+        return batches
 
     def update(self, number: int) -> UpdateResult:
         """Compute the gradients of update `number` of the order and apply them (or skip it if they are not finite)."""

@@ -78,13 +78,13 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 def _packed(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, Any], Tensor]:
     """All rows as one, with the boundaries of the documents; and the labels."""
     inputs = {
-        "input_ids": torch.from_numpy(batch.input_ids).to(device).unsqueeze(0),
-        "position_ids": torch.from_numpy(batch.position_ids).to(device).unsqueeze(0),
+        "input_ids": torch.from_numpy(batch.input_ids).to(device, non_blocking=True).unsqueeze(0),
+        "position_ids": torch.from_numpy(batch.position_ids).to(device, non_blocking=True).unsqueeze(0),
         "use_cache": False,
-        "cu_seq_lens_q": torch.from_numpy(batch.boundaries).to(device),
+        "cu_seq_lens_q": torch.from_numpy(batch.boundaries).to(device, non_blocking=True),
         "max_length_q": row_tokens,
     }
-    return inputs, torch.from_numpy(batch.labels).to(device)
+    return inputs, torch.from_numpy(batch.labels).to(device, non_blocking=True)
 
 
 def _padded(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, Any], Tensor]:
@@ -100,12 +100,12 @@ def _padded(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, An
     )
     positions_T = torch.arange(width)
     inputs = {
-        "input_ids": ids_BT.to(device),
-        "position_ids": positions_T.expand_as(ids_BT).to(device),
-        "attention_mask": (positions_T < lengths_B[used_B, None]).long().to(device),
+        "input_ids": ids_BT.to(device, non_blocking=True),
+        "position_ids": positions_T.expand_as(ids_BT).to(device, non_blocking=True),
+        "attention_mask": (positions_T < lengths_B[used_B, None]).long().to(device, non_blocking=True),
         "use_cache": False,
     }
-    return inputs, labels_BT.flatten().to(device)
+    return inputs, labels_BT.flatten().to(device, non_blocking=True)
 
 
 def _accepted(module: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
