@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onecard
 from onecard import console
@@ -140,7 +141,25 @@ def _run(words: Sequence[str]) -> int:
     parsed = vars(flags.parser(kind, f"onecard {name}", entry.section).parse_args(flags.hyphenate(rest)))
     settings = flags.from_arguments(kind, parsed, entry.section)
     module, function = entry.function.split(":")
+    if getattr(settings, "detach", False):
+        return _detach(words, settings)
     answer = getattr(importlib.import_module(module), function)(settings)
+    if "--json" in words:
+        console.document(answer)
+    return 0
+
+
+def _detach(words: Sequence[str], settings: Any) -> int:
+    """Go on in the background, once the settings are known to be right."""
+    from onecard.train import detach
+
+    if hasattr(settings, "recipe"):
+        from onecard.pipeline import output_of
+
+        place = output_of(settings)
+    else:
+        place = settings.run if hasattr(settings, "run") else settings.output
+    answer = detach.begin(words, place)
     if "--json" in words:
         console.document(answer)
     return 0

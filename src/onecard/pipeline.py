@@ -84,9 +84,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     recipe = read_toml(config.recipe)
     _check_names(config.recipe, recipe)
     recipe = _with_overrides(recipe, config.set)
-    base = config.recipe.parent
-    named = base / Path(recipe.get("output", f"runs/{config.recipe.stem}")).expanduser()
-    output = config.output or Path(os.path.normpath(named))
+    base, output = config.recipe.parent, output_of(config)
     walk = _Walk(config.recipe, recipe, base, output)
     started = time.monotonic()
     # Every stage's settings are read before the first stage works: a typing error is found at once.
@@ -112,6 +110,14 @@ def run(config: RunConfig) -> dict[str, Any]:
     walk.say_next()
     states = {row["stage"]: row["state"] for row in walk.rows}
     return {"output": str(output), "seconds": seconds, "states": states, "stages": walk.results}
+
+
+def output_of(config: RunConfig) -> Path:
+    """Where all stages of a recipe write."""
+    recipe = read_toml(config.recipe)
+    _check_names(config.recipe, recipe)
+    named = config.recipe.parent / Path(recipe.get("output", f"runs/{config.recipe.stem}")).expanduser()
+    return config.output or Path(os.path.normpath(named))
 
 
 @contextmanager
