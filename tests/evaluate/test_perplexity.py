@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from families import make_family
 from onecard.data.corpus import Document
 from onecard.errors import ArtifactError
 from onecard.evaluate import perplexity
@@ -219,8 +221,6 @@ def naive(model: Any, ids: list[int], window: int, stride: int) -> float:
 def test_scores_equal_a_plain_computation_in_double_precision(
     random_model: Any, random_rows: list[Row], window: int, stride: int, batch: int
 ) -> None:
-    import copy
-
     exact = copy.deepcopy(random_model).double()
     found = score(random_model, random_rows, window, stride, batch)
     for group in (ZH, EN):
@@ -228,6 +228,16 @@ def test_scores_equal_a_plain_computation_in_double_precision(
         assert found[group].nats == pytest.approx(sum(naive(exact, row.ids, window, stride) for row in mine), rel=1e-5)
         assert found[group].tokens == sum(len(row.ids) - 1 for row in mine)
         assert found[group].bytes == sum(row.bytes for row in mine)
+
+
+def test_capped_logits_and_windows_in_the_attention_are_honoured(random_rows: list[Row]) -> None:
+    """Gemma 2 has both, and no fused attention."""
+    model = make_family("gemma2").eval()
+    exact = copy.deepcopy(model).double()
+    found = score(model, random_rows, 16, 8, 4)
+    for group in (ZH, EN):
+        mine = [row for row in random_rows if row.group == group]
+        assert found[group].nats == pytest.approx(sum(naive(exact, row.ids, 16, 8) for row in mine), rel=1e-5)
 
 
 def test_documents_are_scored_by_language_with_their_ends(tiny_model_directory: Path) -> None:

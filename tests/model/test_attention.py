@@ -109,16 +109,17 @@ def test_loss_outputs_and_gradients_are_those_of_each_document_alone(
 
 def test_the_gradient_of_the_operator_is_right() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(1, heads, 9, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     edges = torch.tensor([0, 4, 5, 9, 9], dtype=torch.int32)
-    torch.library.opcheck(
-        attention.document_attention,
-        (query.float().detach().requires_grad_(), key.float().detach(), value.float().detach(), edges, 0.3),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attention.document_attention(q, k, v, edges, 0.3)[0], (query, key, value)
-    )
+    for kind in ((0.3,), (0.3, 2, 1.5)):  # scale, window, cap
+        torch.library.opcheck(
+            attention.document_attention,
+            (query.float().detach().requires_grad_(), key.float().detach(), value.float().detach(), edges, *kind),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+        assert torch.autograd.gradcheck(
+            lambda *tensors, kind=kind: attention.document_attention(*tensors, edges, *kind)[0], (query, key, value)
+        )
 
 
 def test_positions_restart_and_nothing_is_predicted_across_a_boundary(tmp_path: Path) -> None:
@@ -143,9 +144,11 @@ def test_attention_dropout_is_honoured(tmp_path: Path, probability: float) -> No
     assert len(losses) == (1 if probability == 0 else 4)
 
 
-def test_bf16_autocast_runs_and_is_near(tmp_path: Path) -> None:
-    model = make_model()
-    attention.switch(model)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_bf16_autocast_runs_and_is_near(tmp_path: Path, name: str) -> None:
+    """Plain, windowed and capped attention."""
+    model = make_family(name)
+    assert attention.switch(model)
     batch = gather(packed_rows(tmp_path, documents([9, 7, 12])), [0, 1], pad_id=PAD)
     plain = NextToken().loss(model, batch, scale=1 / batch.labelled, device="cpu", row_tokens=16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
