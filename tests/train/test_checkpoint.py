@@ -64,6 +64,51 @@ def test_rotation_is_by_number_and_leaves_other_things_alone(tmp_path: Path) -> 
     assert (tmp_path / "other" / "checkpoints" / "step-00001000").is_dir()
 
 
+def test_order_is_that_of_numbers_and_other_runs_are_left_alone(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save(old, 1000)
+    for step in (9000, 10000):
+        save(new, step, keep_last=1)
+    assert names(new) == [10000]
+    save(old, 1010, keep_last=2)
+    shutil.rmtree(new)
+    shutil.copytree(old, new)
+    save(new, 10, keep_last=1)  # what was there before, and later in number, is not of its past
+    assert names(new) == [10, 1000, 1010] and names(old) == [1000, 1010]
+    checkpoint.forget_after(new, 10)
+    assert names(new) == [10]
+
+
+def test_each_of_a_multiple_stays(tmp_path: Path) -> None:
+    for step in range(2, 13, 2):
+        checkpoint.save(tmp_path, step, tensors(), {}, keep=Keep(last=1, every=4))
+    assert names(tmp_path) == [4, 8, 12]
+    checkpoint.save(tmp_path, 14, tensors(), {}, keep=Keep(last=2, every=None))
+    assert names(tmp_path) == [12, 14]
+
+
+def test_large_ones_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 60)
+    path = save(tmp_path, 3)
+    assert len(list(path.glob("*.safetensors"))) == 2  # 48 + 10 bytes, then 24 + 4 + 16
+    read = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in checkpoint.tensor_names(path).items()}
+    checkpoint.load(path, read)
+    assert read.keys() == tensors().keys()
+    assert all(torch.equal(read[name], value) for name, value in tensors(3).items())
+    next(path.glob("*2-of*.safetensors")).unlink()
+    assert checkpoint.newest_whole(tmp_path) is None
+
+
+def test_room_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=65_600))
+    monkeypatch.setattr(checkpoint.state_dict_saver, "save", None)
+    with pytest.raises(ArtifactError, match="The disk is full: a checkpoint takes 102 B, and 64.1 KiB are free in"):
+        save(tmp_path, 20)
+    assert names(tmp_path) == [10]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
 def test_a_damaged_newest_one_is_named_and_passed_over(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]

@@ -120,7 +120,11 @@ def test_a_full_disk_ends_with_what_and_what_to_do(
     process = Process("pretrain", settings, errors=tmp_path / "stderr")
     status, errors = process.wait()
     assert status == 2
-    assert [line[:7] for line in errors.splitlines()] == ["error: ", "  fix: "], errors
+    warned, _, failed = errors.partition("error: ")
+    # Three checkpoints and the model do not fit: said before the first update.
+    assert warned.startswith("warning: A checkpoint takes")
+    assert "not enough for 3 checkpoints" in " ".join(warned.split())
+    assert [line[:6] for line in failed.splitlines()] == ["The di", "  fix:"], errors
     assert "The disk is full" in errors and "Free some space" in errors
     newest = checkpoint.newest_whole(small_disk / "run")
     assert newest is not None and newest[0] in (3, 6, 9), errors

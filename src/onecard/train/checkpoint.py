@@ -9,6 +9,7 @@ last. It does not know when to save, nor threads: see background.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -95,7 +96,8 @@ def save(
         except CheckpointException as fault:
             raise _cause(fault) from fault
         artifact.write_json_atomically(temporary / "state.json", state)
-        result = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        measured = held_out_loss is not None and math.isfinite(held_out_loss)
+        result = {"held_out_loss": held_out_loss} if measured else {}
         artifact.write_manifest(temporary, "checkpoint", settings={"step": step}, result=result)
     _rotate(run, step, keep)
     return target
