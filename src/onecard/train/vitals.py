@@ -166,5 +166,8 @@ def energy_text(result: dict[str, Any]) -> str:
     energy, cost = result.get("energy_kwh"), result.get("energy_cost")
     if energy is None:
         return "unknown"
-    text = f"{energy:.3g} kWh"
-    return text if cost is None else f"{text}, {cost:.3g} {result.get('currency', '')}".rstrip()
+    text = f"{energy:.3g} kWh" if energy >= 0.1 else f"{1000 * energy:.3g} Wh"
+    if cost is None:
+        return text
+    amount = f"{cost:.2f}" if cost >= 0.01 else "less than 0.01"
+    return f"{text}, {amount} {result.get('currency', '')}".rstrip()
