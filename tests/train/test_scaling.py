@@ -148,7 +148,7 @@ def test_rows_that_overflow_without_a_scale_too_are_skipped_and_the_schedule_wai
     assert torch.equal(loop.model.weight, before)
     assert _counts(loop) == []
     assert loop.loss_scale.value == 65536.0
-    loop.skipped += 1  # as the run counts it
+    loop.step, loop.skipped = 1, 1  # as the run counts them
     loop.objective.size = 0.125
     assert not loop.update(1).skipped
     (group,) = loop.optimizers.parts[0].param_groups

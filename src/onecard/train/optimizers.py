@@ -309,8 +309,9 @@ def build(
 ) -> Optimizers:
     """`adamw`, `adafactor`, or `muon` (matrices by Muon, embeddings and vectors by AdamW).
 
-    `states`: fp32, 8bit or host; `gradients`: fp32 or bf16, the format in which they are kept. bf16 weights are rounded
-    stochastically at every step.
+    `states`: fp32, 8bit or host (nothing changes where training runs on the host). bf16 weights are rounded
+    stochastically at every step. `gradients`: fp32 or bf16, the format in which they are kept; sums over micro-batches
+    are rounded to bf16 each time, which puts them off by 0.2 % for 1, 0.3 % for 4, 0.5 % for 16, 1 % for 64 of them.
     """
     kinds = parameter_kinds(model)
     names = {id(parameter): name for group in kinds.values() for name, parameter in group}
