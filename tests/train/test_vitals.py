@@ -19,7 +19,7 @@ from onecard.machine.sensors import Sample, Sampler
 from onecard.model import presets
 from onecard.settings import build
 from onecard.train import checkpoint, control, heat, report, vitals
-from onecard.train.metrics import RunLog
+from onecard.train.metrics import RunLog, read_lines
 from onecard.train.pretrain import pretrain
 from onecard.train.vitals import Vitals, energy_text
 
@@ -74,7 +74,8 @@ def test_a_run_that_gets_hot_waits_and_its_energy_has_a_price(
 
     def of(_: int) -> Sample:
         """Hot from the first update on, and until the run has begun to wait."""
-        return HOT if (run / "metrics.jsonl").exists() and not list(events(run, "thermal")) else WARM
+        waiting = any(row["event"] == "thermal" for row in read_lines(run / "events.jsonl"))
+        return HOT if (run / "metrics.jsonl").exists() and not waiting else WARM
 
     result = train(of, electricity_price=0.3, currency="EUR")
     begin, end = events(run, "thermal")

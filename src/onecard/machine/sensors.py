@@ -8,6 +8,7 @@ It does not know what is too hot: `cards` does.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import shutil
 import threading
@@ -76,7 +77,7 @@ class NvmlSensors:
         except ImportError:
             return
         # Old drivers lack functions, and a card that falls off the bus answers anything.
-        self._faults = (self._nvml.NVMLError, OSError, AttributeError, TypeError, ValueError)
+        self._faults = (self._nvml.NVMLError, ctypes.ArgumentError, OSError, AttributeError, TypeError, ValueError)
         if not self._call("nvmlInit", done=True):
             return
         if identity is not None:
@@ -189,7 +190,7 @@ class HostSensors:
 
         try:
             return read()
-        except (psutil.Error, OSError, AttributeError, RuntimeError, ValueError):
+        except (psutil.Error, OSError, AttributeError, LookupError, RuntimeError, ValueError):
             return None
 
 
