@@ -16,12 +16,10 @@ from torch import nn
 
 from onecard import console
 from onecard.errors import ConfigError, MissingExtra
-from onecard.machine.calibrate import default_device, matrix_rate
+from onecard.machine.calibrate import WORTHWHILE, default_device, matrix_rate
 from onecard.model.load import silence_transformers
 
 Capability = tuple[int, int]
-# A format must be this much faster than fp32 to be worth its lost digits (on a CPU, where both are measured).
-WORTHWHILE = 1.2
 _PRODUCTS = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
