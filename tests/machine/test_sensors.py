@@ -244,6 +244,14 @@ def test_faults_are_kept_until_somebody_looks() -> None:
     assert sampler.xids == (31, 79)
 
 
+def test_errors_of_the_memory_count_from_the_first_sample_on() -> None:
+    sampler = Sampler(Played(Sample(), Sample(ecc_uncorrected=2), Sample(ecc_uncorrected=5)))
+    assert sampler.ecc_before is None
+    for _ in range(3):
+        sampler.sample()
+    assert sampler.ecc_before == 2
+
+
 def test_the_thread_samples_at_once_and_a_last_time_and_can_begin_anew() -> None:
     sampler = Sampler(Played(Sample(card_celsius=70)), interval_seconds=3600)
     for _ in range(2):

@@ -309,6 +309,7 @@ class Sampler:
         self._power: tuple[float, float] | None = None
         self._energy_joules: float | None = None
         self._xids: tuple[int, ...] = ()
+        self._ecc_before: int | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -345,6 +346,8 @@ class Sampler:
             self._latest = (now, sample)
             self._samples = [*self._samples[-self.MOST_KEPT + 1 :], sample]
             self._add_energy(now, sample.card_watts)
+            if self._ecc_before is None:
+                self._ecc_before = sample.ecc_uncorrected
             self._xids = (*self._xids, *(sample.xids or ()))[:MOST_XIDS]
         return sample
 
@@ -377,6 +380,12 @@ class Sampler:
         """The first faults that the driver told of."""
         with self._lock:
             return self._xids
+
+    @property
+    def ecc_before(self) -> int | None:
+        """Uncorrected errors that were counted when the first sample was taken; None: unknown."""
+        with self._lock:
+            return self._ecc_before
 
     def take(self) -> Span:
         """The samples since the last call, summed up."""

@@ -97,10 +97,10 @@ def _draw_heat(axes: Axes, rows: list[dict[str, Any]]) -> None:
     if points:
         watts = axes.twinx()
         watts.spines["top"].set_visible(False)
-        lines += watts.plot(*zip(*points), color="#2f5fd0", linewidth=1.0, label="power")
+        lines += watts.plot(*zip(*points), color="#8fa9e8", linewidth=1.0, label="power")
         watts.set_ylabel("W")
         watts.set_ylim(bottom=0)
-    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False)
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, loc="lower right")
 
 
 def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:

@@ -37,7 +37,6 @@ class Vitals:
         self._log, self._sampler, self._heat = log, sampler, heat
         self._electricity_price, self._currency, self._earlier_kwh = electricity_price, currency, earlier_kwh
         self._under_use = UnderUse()
-        self._ecc_before: int | None = None
 
     def __enter__(self) -> Self:
         if self._sampler is not None:
@@ -62,10 +61,7 @@ class Vitals:
 
     def _find_fault(self) -> HardwareFault | None:
         assert self._sampler is not None
-        sample = self._sampler.latest()
-        if sample is not None and self._ecc_before is None:
-            self._ecc_before = sample.ecc_uncorrected
-        return find_fault(sample, self._sampler.xids, self._ecc_before)
+        return find_fault(self._sampler.latest(), self._sampler.xids, self._sampler.ecc_before)
 
     def explain(self, step: int) -> HardwareFault | None:
         """The fault of the card, asked just now: after an update failed in a way that a program does not."""
