@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from misfortunes import Misfortune, befall
+
 # Imported once by the server that new processes are forked from.
 PRELOAD = [
     "torch._dynamo",
@@ -129,7 +131,7 @@ def _arm(stop: Stop) -> None:
         wrapped(directory.RunDirectory, "finish", lambda *_: True)
 
 
-def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str) -> None:
+def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str, misfortune: Misfortune | None) -> None:
     from onecard import cli, config, report
     from onecard.train import finetune, precision, pretrain, session
 
@@ -141,6 +143,7 @@ def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str) 
     precision.matrix_rate = lambda *_: 1e9
     if stop is not None:
         _arm(stop)
+    if stop is not None or misfortune is not None:
         session._time_updates = lambda *_: 0.01  # only the undisturbed run measures: it must leave no trace
     kinds = {
         "pretrain": (config.PretrainConfig, pretrain.pretrain),
@@ -152,7 +155,11 @@ def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str) 
     global entered
     entered = function
     flags = [word for key, value in settings.items() for word in _flag(key, value)]
-    sys.exit(cli.main(["tiny", *flags, "--quiet"]))
+    watch = befall(misfortune, settings["output"]) if misfortune is not None else None
+    status = cli.main(["tiny", *flags, "--quiet"])
+    if watch is not None and watch.misfortune.count_into:
+        Path(watch.misfortune.count_into).write_text(str(watch.count))
+    sys.exit(status)
 
 
 entered: Any = None
@@ -171,13 +178,19 @@ class Process:
     """A run in a new process."""
 
     def __init__(
-        self, verb: str, settings: dict[str, Any], stop: Stop | None = None, *, errors: Path | None = None
+        self,
+        verb: str,
+        settings: dict[str, Any],
+        stop: Stop | None = None,
+        *,
+        errors: Path | None = None,
+        misfortune: Misfortune | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._errors = errors or Path(settings["output"] + ".stderr")
         self._errors.unlink(missing_ok=True)
-        self.process = context.Process(target=_enter, args=(verb, settings, stop, str(self._errors)))
+        self.process = context.Process(target=_enter, args=(verb, settings, stop, str(self._errors), misfortune))
         self.process.start()
 
     def wait(self) -> tuple[int, str]:
