@@ -46,6 +46,11 @@ class Saver:
         # How long the loop was kept waiting, for copies and for files.
         self.waited_seconds = 0.0
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._writing is not None and not self._writing.done()
+
     def is_best(self, held_out_loss: float | None) -> bool:
         """Whether no checkpoint of the run has a loss on held-out rows as low as this."""
         return held_out_loss is not None and held_out_loss < self.best_loss
