@@ -32,6 +32,7 @@ class VerbEntry:
 
 VERBS: dict[str, VerbEntry] = {
     "new": VerbEntry("onecard.project:new", "NewConfig", "", "lay out a project of your own"),
+    "doctor": VerbEntry("onecard.machine.doctor:doctor", "DoctorConfig", "", "look at this machine"),
     "run": VerbEntry("onecard.pipeline:run", "RunConfig", "", "walk a recipe from text to a served model"),
     "clean": VerbEntry("onecard.data.clean:clean", "CleanConfig", "clean", "text in any encoding becomes a corpus"),
     "tokenizer train": VerbEntry(
@@ -41,6 +42,12 @@ VERBS: dict[str, VerbEntry] = {
         "onecard.train.pretrain:pretrain", "PretrainConfig", "pretrain", "train a language model from nothing"
     ),
     "finetune": VerbEntry("onecard.train.finetune:finetune", "FinetuneConfig", "finetune", "teach a model to answer"),
+    "find-lr pretrain": VerbEntry(
+        "onecard.train.find_lr:pretrain", "FindPretrainRateConfig", "pretrain", "which learning rate to pretrain with"
+    ),
+    "find-lr finetune": VerbEntry(
+        "onecard.train.find_lr:finetune", "FindFinetuneRateConfig", "finetune", "which learning rate to fine-tune with"
+    ),
     "status": VerbEntry("onecard.train.status:status", "StatusConfig", "", "say how a run stands"),
     "pause": VerbEntry("onecard.train.reach:pause", "PauseConfig", "", "have a run save and free the device"),
     "resume": VerbEntry("onecard.train.reach:resume", "ResumeConfig", "", "go on with a run that was stopped"),
@@ -103,6 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = _run(words)
     except OnecardError as fault:
+        if "--json" in words and fault.document is not None:
+            console.document(fault.document)
         status = _fail(fault, debug="--debug" in words)
     except KeyboardInterrupt:
         console.failure("Interrupted.", "Run the same command again; finished stages and checkpoints are kept.")

@@ -200,6 +200,32 @@ class FinetuneConfig(TrainingConfig):
     strict: bool = setting(False, "stop at the first bad row instead of dropping and counting it")
 
 
+class RateSearch(Settings):
+    """What `find-lr` has beside the settings of the run that is meant."""
+
+    method: Literal["range", "short_runs"] = setting(
+        "range", "range: one run whose learning rate grows; short_runs: a few rates, each from the same start"
+    )
+    updates: Annotated[int, Field(ge=20)] = setting(100, "updates of the range, or of each short run")
+    lowest_learning_rate: PositiveNumber | Auto = setting("auto", "where the range begins")
+    highest_learning_rate: PositiveNumber | Auto = setting("auto", "where the range ends, if the loss bears it")
+    candidates: list[PositiveNumber] = setting([], "learning rates of the short runs; none: around what auto takes")
+
+
+class FindPretrainRateConfig(PretrainConfig, RateSearch):
+    """Find the learning rate for `onecard pretrain` with these settings; the run itself is not begun."""
+
+    output: Path = setting(Path("find-lr"), "the directory to write, with report.html")
+    compile: bool = setting(False, "compile each layer; so few updates seldom repay it")
+
+
+class FindFinetuneRateConfig(FinetuneConfig, RateSearch):
+    """Find the learning rate for `onecard finetune` with these settings; the model stays as it is."""
+
+    output: Path = setting(Path("find-lr"), "the directory to write, with report.html")
+    compile: bool = setting(False, "compile each layer; so few updates seldom repay it")
+
+
 class EvaluateConfig(Verb):
     """Measure a model on text that it has not seen."""
 
@@ -310,6 +336,13 @@ class MemoryBenchConfig(Verb):
     compile: bool = setting(True, "compile each layer")
     only: list[str] = setting([], "measure only what has one of these words in its name, such as fp32", metavar="WORD")
     output: Path = setting(Path("memory"), "the directory to write the table to")
+
+
+class DoctorConfig(Settings):
+    """Look at this machine: what is right for training, what is wrong, and what mends it."""
+
+    directory: Path = setting(Path(), "where data and checkpoints would lie", positional=True, metavar="DIR")
+    calibrate: bool = setting(False, "also measure the rates of products, copies and disk, and keep them")
 
 
 class NewConfig(Settings):

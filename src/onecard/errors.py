@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 
 class OnecardError(Exception):
     """A fault that the user can mend: `what` is wrong in one line, `remedy` says in one line what to do."""
 
     exit_status = 2
+    # What `--json` prints although the verb failed.
+    document: Any = None
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what} {remedy}")
