@@ -207,7 +207,7 @@ BAD = [
     (["pretrain", "nowhere", "--tokenizer", "{tokenizer}", "--size", "2M"], "nowhere", ""),
     (["pretrain", "{corpus}", "--tokenizer", "nowhere", "--size", "2M"], "nowhere", ""),
     (["pretrain", "{corpus}", "--tokenizer", "full", "--size", "2M"], "full", ""),
-    (["pretrain", "{corpus}", "--tokenizer", "{tokenizer}", "--size", "27M"], "27M", "M"),
+    (["pretrain", "{corpus}", "--tokenizer", "{tokenizer}", "--size", "27X"], "27X", "26M"),
     (["pretrain", "{corpus}", "--tokenizer", "{tokenizer}"], "size", "--size"),
     (["pretrain", "{corpus}", "--tokenizer", "{tokenizer}", "--size", "2M", "--output", "full"], "full", "--output"),
     (["pretrain", "{tokenizer}", "--tokenizer", "{tokenizer}", "--size", "2M"], "not a corpus", "corpus"),
