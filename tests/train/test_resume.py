@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -11,9 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_runs import Process, Stop, events, pretrain_settings, run, steps, weights, write_corpus
 
+from onecard.data.batches import RowOrder
+from onecard.data.packing import StreamRows, gather
+from onecard.data.tokens import TokenStore
 from onecard.train import checkpoint
 
 
@@ -147,3 +152,20 @@ def test_a_damaged_newest_checkpoint_costs_only_its_updates(
     assert "The checkpoint of update 9 is passed over" in errors
     assert [row["step"] for row in events(tmp_path / "run", "resume")] == [6]
     assert_same_end(undisturbed, tmp_path / "run")
+
+
+def test_a_place_far_on_is_reached_at_once(tmp_path: Path) -> None:
+    """100 million tokens in 182,000 documents, in the middle of the eighth epoch: well under a second of work."""
+    count, size = 182_000, 550
+    np.save(tmp_path / "documents.npy", np.arange(count + 1, dtype=np.int64) * size)
+    np.save(tmp_path / "sources.npy", (np.arange(count) % 2).astype(np.uint16))
+    with (tmp_path / "tokens.bin").open("wb") as file:
+        file.truncate(2 * count * size)  # a hole: nothing is read but the rows of one update
+    meta = {"dtype": "uint16", "count": count * size, "sources": ["a", "b"]}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    began = time.process_time()
+    rows = StreamRows(TokenStore(tmp_path), 1024)
+    order = RowOrder(rows.per_source, [1.0, 2.5], seed=0, rows_per_update=32)
+    batch = gather(rows, order.rows_of_update(7 * order.updates_per_epoch + order.updates_per_epoch // 2), pad_id=0)
+    assert time.process_time() - began < 1
+    assert batch.input_ids.shape == (32 * 1024,)
