@@ -274,3 +274,13 @@ def test_energy_that_is_unknown_says_so() -> None:
     assert energy_text({"energy_kwh": 12.345, "energy_cost": 3.7035, "currency": "EUR"}) == "12.3 kWh, 3.70 EUR"
     assert energy_text({"energy_kwh": 0.0004, "energy_cost": 0.0001, "currency": ""}) == "0.4 Wh, less than 0.01"
     assert Vitals(RunLog(Path("nowhere"))).result()["energy_kwh"] is None
+
+
+def test_readings_for_a_person() -> None:
+    assert vitals.readings({"step": 3, "card_celsius": 61, "card_utilisation": 0.973, "energy_kwh": 1.5}) == [
+        ["card", "61 °C"],
+        ["card at work", "97%"],
+        ["energy of the card", "1.5 kWh"],
+    ]
+    assert vitals.readings({"host_memory_bytes": 3 << 30}) == [["memory used", "3.0 GiB"]]
+    assert vitals.readings({"step": 3}) == []

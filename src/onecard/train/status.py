@@ -20,6 +20,7 @@ from onecard.errors import ArtifactError
 from onecard.train import control
 from onecard.train.directory import PLAN, changes, holder
 from onecard.train.metrics import RunLog, read_lines
+from onecard.train.vitals import readings
 
 # Trends are drawn from so many of the last lines of metrics.jsonl.
 TREND_ROWS = 100
@@ -200,10 +201,19 @@ def describe(run: Standing) -> dict[str, Any]:
             {"name": request.name, "new": request.value, "who": request.who, "time": request.time}
             for _, request in control.waiting(run.path)
         ],
-        "sensors": {key: value for key, value in last.items() if key not in _OWN and value is not None},
+        "sensors": _sensors(rows),
         "peak_memory_bytes": last.get("peak_memory_bytes"),
         "settings": settings,
     }
+
+
+def _sensors(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The newest readings: sensors are asked once a second, and updates can be quicker."""
+    for row in reversed(rows):
+        found = {key: value for key, value in row.items() if key not in _OWN and value is not None}
+        if found:
+            return found
+    return {}
 
 
 def _age(path: Path) -> float | None:
@@ -291,11 +301,7 @@ def _show(run: Standing, document: dict[str, Any]) -> None:
     )
     if document["skipped"] or document["roll_backs"]:
         rows.append(["skipped, rolled back", f"{document['skipped']:,}, {document['roll_backs']:,}"])
-    rows += [
-        [name.replace("_", " "), console.format_number(value)]
-        for name, value in document["sensors"].items()
-        if isinstance(value, int | float)
-    ]
+    rows += readings(document["sensors"])
     rows += [
         ["changed", f"{e['name']} {e.get('old', '?')} -> {e['new']} after update {e['step']}, by {e['who']}"]
         for e in document["changes"]

@@ -167,3 +167,25 @@ def energy_text(result: dict[str, Any]) -> str:
         return text
     amount = f"{cost:.2f}" if cost >= 0.01 else "less than 0.01"
     return f"{text}, {amount} {result.get('currency', '')}".rstrip()
+
+
+# How a reading is shown: its label, and the number with its unit.
+_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "card_celsius": ("card", "{:.0f} °C".format),
+    "card_memory_celsius": ("memory of the card", "{:.0f} °C".format),
+    "card_utilisation": ("card at work", "{:.0%}".format),
+    "card_watts": ("power of the card", "{:.0f} W".format),
+    "card_memory_bytes": ("used on the card", console.format_bytes),
+    "host_celsius": ("processor", "{:.0f} °C".format),
+    "host_utilisation": ("processor at work", "{:.0%}".format),
+    "host_memory_bytes": ("memory used", console.format_bytes),
+    "disk_free_bytes": ("free on the disk", console.format_bytes),
+}
+
+
+def readings(row: dict[str, Any]) -> list[list[str]]:
+    """What a line of metrics.jsonl says of card and host, for a person: [label, text]; what is unknown is left out."""
+    shown = [[label, text(row[name])] for name, (label, text) in _SHOWN.items() if name in row]
+    if "energy_kwh" in row:
+        shown.append(["energy of the card", energy_text(row)])
+    return shown
