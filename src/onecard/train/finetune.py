@@ -40,6 +40,11 @@ USUAL_LENGTH = 1024
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
     """Fine-tune all weights, or adapters, on chats. Resumes an unfinished run with the same settings and inputs."""
+    return train(prepare(config))
+
+
+def prepare(config: FinetuneConfig) -> Task:
+    """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
     check(config)
     base = model_directory(config.model)
     tokenizer = load_tokenizer(base)
@@ -76,24 +81,22 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
         lora.merge(model)
 
     width = int(base_config.get("hidden_size", 768))
-    return train(
-        Task(
-            verb="finetune",
-            config=config,
-            run=run,
-            precision=precision,
-            tokenizer=tokenizer,
-            build_model=build,
-            rows=rows,
-            held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
-            weights=[1.0] * len(rows.per_source),
-            packing=config.packing,
-            defaults=_defaults(width, adapters=config.lora_rank > 0),
-            parents=[base, *files],
-            sample_prompts=_prompts(run, tokenizer),
-            facts={"rows": found},
-            complete=complete if config.lora_rank else None,
-        )
+    return Task(
+        verb="finetune",
+        config=config,
+        run=run,
+        precision=precision,
+        tokenizer=tokenizer,
+        build_model=build,
+        rows=rows,
+        held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
+        weights=[1.0] * len(rows.per_source),
+        packing=config.packing,
+        defaults=_defaults(width, adapters=config.lora_rank > 0),
+        parents=[base, *files],
+        sample_prompts=_prompts(run, tokenizer),
+        facts={"rows": found},
+        complete=complete if config.lora_rank else None,
     )
 
 

@@ -30,6 +30,11 @@ BATCH_CHARACTERS = 4_000_000
 
 def pretrain(config: PretrainConfig) -> dict[str, Any]:
     """Train a model from nothing. Resumes an unfinished run with the same settings and inputs."""
+    return train(prepare(config))
+
+
+def prepare(config: PretrainConfig) -> Task:
+    """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
     check(config)
     corpus = artifact.read_manifest(config.corpus, "corpus")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -76,23 +81,21 @@ def pretrain(config: PretrainConfig) -> dict[str, Any]:
         counts = bigram_counts(store, weights, vocabulary=vocabulary).to(precision.device)
         apply_start(model, fit_bigram(counts, shape.width, seed=config.seed, epsilon=model.config.rms_norm_eps))
 
-    return train(
-        Task(
-            verb="pretrain",
-            config=config,
-            run=run,
-            precision=precision,
-            tokenizer=tokenizer,
-            build_model=build,
-            start=start if from_counts else None,
-            rows=rows,
-            held_out=None if held_out is None else StreamRows(held_out, config.row_tokens),
-            weights=weights,
-            defaults=_defaults(shape, from_counts=from_counts),
-            parents=[config.corpus, config.tokenizer],
-            sample_prompts=_prompts(config.corpus, tokenizer),
-            facts={"size": shape.name, "start": "bigram" if from_counts else "random"},
-        )
+    return Task(
+        verb="pretrain",
+        config=config,
+        run=run,
+        precision=precision,
+        tokenizer=tokenizer,
+        build_model=build,
+        start=start if from_counts else None,
+        rows=rows,
+        held_out=None if held_out is None else StreamRows(held_out, config.row_tokens),
+        weights=weights,
+        defaults=_defaults(shape, from_counts=from_counts),
+        parents=[config.corpus, config.tokenizer],
+        sample_prompts=_prompts(config.corpus, tokenizer),
+        facts={"size": shape.name, "start": "bigram" if from_counts else "random"},
     )
 
 

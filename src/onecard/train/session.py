@@ -17,7 +17,7 @@ from onecard.data.packing import PaddedRows
 from onecard.errors import ConfigError, DoesNotFit, Interrupted
 from onecard.model import attention
 from onecard.model.load import silence_transformers
-from onecard.train import activations, compilation, optimizers, precision, report, timing
+from onecard.train import activations, compilation, optimizers, precision, report, space, timing
 from onecard.train.activations import Activations
 from onecard.train.compilation import compile_layers
 from onecard.train.loop import Loop, LoopSettings
@@ -80,7 +80,21 @@ def train(task: Task) -> dict[str, Any]:
         ) from fault
 
 
-def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
+def rehearsal(task: Task) -> tuple[Any, dict[str, Any], Callable[..., Loop]]:
+    """A model as a run of the task begins with it, its plan, and a maker of loops over it: to try and keep nothing.
+
+    Keywords given to the maker take the place of what the plan says.
+    """
+    model, _, compiled = _made_ready(task, None)
+    plan = make_plan(task, model, compiled=compiled, time_updates=lambda _: 1.0)  # how long it takes is of no interest
+    if task.start is not None:
+        task.start(model)
+    torch.manual_seed(task.config.seed)
+    return model, plan, lambda **changes: _loop(task, model, plan | changes)
+
+
+def _made_ready(task: Task, stored: dict[str, Any] | None) -> tuple[Any, bool, bool]:
+    """The model on its device, with its ways of saving memory; whether rows are packed; whether it is compiled."""
     torch.manual_seed(task.config.seed)
     model = task.build_model()
     model.to(task.precision.device).train()
@@ -105,6 +119,11 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
     compiled = (
         packed and wants_compile and compile_layers(model, task.precision.device, cuda_graphs=task.config.cuda_graphs)
     )
+    return model, packed, compiled
+
+
+def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
+    model, packed, compiled = _made_ready(task, stored)
     if stored is None:
         plan = make_plan(task, model, compiled=compiled, time_updates=lambda plan: _time_updates(task, model, plan))
         task.run.write_plan(plan)
@@ -122,6 +141,7 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
         loop.log.event("plan", **{key: value for key, value in plan.items() if key not in ("asked", "fingerprint")})
         loop.log.event("start", step=0)
     say_plan(task, plan)
+    space.check(loop)
     if loop.step == 0:
         torch.manual_seed(task.config.seed)
         if not packed and not task.config.optimizer_in_backward:

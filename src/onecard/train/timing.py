@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,18 +21,30 @@ def seconds_per_update(make_loop: Callable[[int], Loop], model: Any, *, micro_ba
 
     `make_loop(n)` gives a loop whose updates have n micro-batches. Weights, buffers and generators are left as found.
     """
+    model.train()
+    with left_as_found(model):
+        seconds = once = _median(make_loop(1), warm_up=2)
+        if micro_batches > 1:
+            seconds += (micro_batches - 1) * max(0.0, _median(make_loop(2), warm_up=0) - once)
+    return seconds
+
+
+@contextmanager
+def left_as_found(model: Any) -> Iterator[None]:
+    """Put weights that are trained, buffers and generators back, bit for bit, at the end."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     before = [(tensor, tensor.detach().clone()) for tensor in (*trained, *model.buffers())]
     generator = torch.get_rng_state()
-    model.train()
-    seconds = once = _median(make_loop(1), warm_up=2)
-    if micro_batches > 1:
-        seconds += (micro_batches - 1) * max(0.0, _median(make_loop(2), warm_up=0) - once)
-    with torch.no_grad():
-        for tensor, value in before:
-            tensor.copy_(value)
-    torch.set_rng_state(generator)
-    return seconds
+    on_card = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        torch.set_rng_state(generator)
+        if on_card is not None:
+            torch.cuda.set_rng_state(on_card)
 
 
 def _median(loop: Loop, *, warm_up: int) -> float:
