@@ -71,6 +71,8 @@ def test_a_full_disk_ends_the_run_with_all_that_was_whole(whole: chaos.Whole, tm
     assert status == 2
     assert "The disk is full" in errors and "run the same command again" in errors
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    (pause,) = events(tmp_path / "run", "pause")
+    assert pause["reason"].startswith("The disk is full while writing")
     newest = checkpoint.newest_whole(tmp_path / "run")
     assert newest is not None and newest[0] == max(event["step"] for event in events(tmp_path / "run", "checkpoint"))
     assert run("pretrain", settings)[0] == 0

@@ -8,6 +8,7 @@ there, the loop waits for the files instead. Copies from a card have not been ru
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -132,8 +133,13 @@ class Saver:
     ) -> None:
         if ready is not None:
             ready.synchronize()
-        self._log.flush()
-        checkpoint.save(self._run, step, tensors, state, keep=keep, held_out_loss=held_out_loss)
+        try:
+            self._log.flush()
+            checkpoint.save(self._run, step, tensors, state, keep=keep, held_out_loss=held_out_loss)
+        except OnecardError as fault:
+            with contextlib.suppress(OnecardError):  # on a full disk even this may not fit
+                self._log.event("pause", step=step, reason=fault.what)
+            raise
         measured = {} if held_out_loss is None else {"held_out_loss": held_out_loss, "best": best}
         self._log.event("checkpoint", step=step, **measured)
 
