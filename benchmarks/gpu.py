@@ -184,7 +184,7 @@ def gradients(
             made = NextToken().loss(model, batch, scale=scale / batch.labelled, device=device, row_tokens=length)
         made.backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad.float() / scale for name, p in model.named_parameters() if p.grad is not None}
-    return float(made) / scale, found
+    return float(made.detach()) / scale, found
 
 
 def documents(tiny: bool) -> list[list[int]]:
