@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecard.console import format_bytes, format_duration
 from onecard.report import Page
+from onecard.train.directory import changes
 from onecard.train.metrics import RunLog, read_lines
 from onecard.train.vitals import energy_text
 
@@ -18,6 +19,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     """Write `run`/report.html from the run's own files."""
     log = RunLog(run)
     rows = log.metrics()
+    changed = sorted([*plan.get("amended", []), *changes(run)], key=lambda entry: int(entry["step"]))
     shape = f"{plan['parameters'] / 1e6:.1f}M parameters, {plan['optimizer']}, {plan['precision']}"
     page = Page(f"{verb}: {run.name}", shape)
     page.facts(
@@ -33,9 +35,16 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     )
     page.heading("Loss")
     page.figure(
-        lambda axes: _draw_loss(axes, rows),
-        "Cross-entropy in nats a token: each update, its running mean, held-out rows.",
+        lambda axes: _draw_loss(axes, rows, changed),
+        "Cross-entropy in nats a token: each update, its running mean, held-out rows"
+        f"{'; what was changed on the way' if changed else ''}.",
     )
+    if changed:
+        page.heading("Changed on the way")
+        page.table(
+            ["after update", "setting", "from", "to", "by", "when"],
+            [[e["step"], e["name"], str(e.get("old", "?")), str(e["new"]), e["who"], e["time"]] for e in changed],
+        )
     page.heading("Plan and measurement")
     page.table(
         ["", "planned", "measured"],
@@ -57,7 +66,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
                 page.sample(row["text"], f"after update {row['step']:,}")
     page.heading("Settings")
     settings = {**plan.get("asked", {}), **plan}
-    hidden = ("asked", "fingerprint")
+    hidden = ("asked", "fingerprint", "free", "amended", "working_directory")
     page.table(["setting", "value"], [[key, str(settings[key])] for key in sorted(settings) if key not in hidden])
     page.save(run / "report.html")
 
@@ -103,7 +112,7 @@ def _draw_heat(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, loc="lower right")
 
 
-def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _draw_loss(axes: Axes, rows: list[dict[str, Any]], changed: list[dict[str, Any]]) -> None:
     points = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     if points:
         steps, losses = zip(*points)
@@ -116,6 +125,17 @@ def _draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
     held = [(row["step"], row["held_out_loss"]) for row in rows if row.get("held_out_loss") is not None]
     if held:
         axes.plot(*zip(*held), color="#b54708", marker="o", markersize=4, linewidth=1.2, label="held out")
+    for entry in changed:
+        axes.axvline(entry["step"] + 0.5, color="#98a2b3", linestyle=":", linewidth=1.2)
+        axes.annotate(
+            f" {entry['name']} = {entry['new']}",
+            (entry["step"] + 0.5, 1.0),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            fontsize=8,
+            color="#667085",
+        )
     axes.set_xlabel("update")
     axes.set_ylabel("loss (nats/token)")
     axes.legend(frameon=False)
