@@ -201,20 +201,24 @@ def test_the_best_and_the_latest_stay(saver: Saver, tmp_path: Path) -> None:
     found = checkpoint.best(tmp_path)
     assert found == (10, checkpoint.directory_of(tmp_path, 10), 2.5)
     assert values(found[1])[0] == [10.0] * 3
-    assert [(event["step"], event["best"]) for event in events(tmp_path, "checkpoint") if "best" in event] == [
-        (2, True),
-        (4, True),
-        (6, False),
-        (10, True),
-        (12, False),
+    assert [(event["step"], event["best"]) for event in events(tmp_path, "checkpoint")] == [
+        (2, 2),
+        (3, 2),
+        (4, 4),
+        (6, 4),
+        (9, 4),
+        (10, 10),
+        (12, 10),
     ]
     saver.reach(12)
     assert not saver.is_best(2.5) and saver.is_best(2.4)
     saver.reach(9)  # as if the run went back: what came after is not of its past
-    assert saver.best_loss == float("inf")
+    assert saver.best == (-1, float("inf"))
 
 
 def test_a_damaged_best_one_is_passed_over(saver: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It must not stand in the way of the best that is whole."""
+    keep = Keep(last=1, best=True)
     for step, loss in ((1, 2.0), (2, 1.0), (3, float("nan"))):
         save(saver, step, torch.ones(3), held_out_loss=loss)
     saver.finish()
@@ -222,3 +226,9 @@ def test_a_damaged_best_one_is_passed_over(saver: Saver, tmp_path: Path, capsys:
     found = checkpoint.best(tmp_path)
     assert found is not None and found[0] == 1
     assert "The checkpoint of update 2 is passed over" in capsys.readouterr().err
+    saver.reach(3)
+    assert saver.is_best(1.5) and not saver.is_best(float("nan"))
+    for step, loss in ((4, 1.5), (5, 1.7)):
+        save(saver, step, torch.ones(3), held_out_loss=loss, keep=keep)
+    saver.finish()
+    assert [step for step, _ in checkpoint.found(tmp_path)] == [4, 5]

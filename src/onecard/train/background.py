@@ -43,7 +43,9 @@ class Saver:
         # Shape, type, and whether it comes from a card, of what is copied.
         self._kinds: dict[str, tuple[Any, ...]] = {}
         self._said = False
-        self.best_loss = math.inf
+        # Where the loop began, and what is the best up to there, once somebody asks.
+        self._reached = 0
+        self._best: tuple[int, float] | None = None
         # How long the loop was kept waiting, for copies and for files.
         self.waited_seconds = 0.0
 
@@ -52,15 +54,22 @@ class Saver:
         """Whether a checkpoint is being written now."""
         return self._writing is not None and not self._writing.done()
 
+    @property
+    def best(self) -> tuple[int, float]:
+        """Update and loss on held-out rows of the best checkpoint up to now; -1 and infinity if there is none."""
+        if self._best is None:
+            found = checkpoint.best(self._run, at_most=self._reached)
+            self._best = (-1, math.inf) if found is None else (found[0], found[2])
+        return self._best
+
     def is_best(self, held_out_loss: float | None) -> bool:
         """Whether no checkpoint of the run has a loss on held-out rows as low as this."""
-        return held_out_loss is not None and held_out_loss < self.best_loss
+        return held_out_loss is not None and held_out_loss < self.best[1]
 
     def reach(self, step: int) -> None:
         """The loop stands after update `step`: only checkpoints up to there are of its past."""
         self.finish()
-        found = checkpoint.best(self._run, at_most=step)
-        self.best_loss = math.inf if found is None else found[2]
+        self._reached, self._best = step, None
 
     def save(
         self,
@@ -79,13 +88,13 @@ class Saver:
         started = time.monotonic()
         self.finish()
         checkpoint.silence()  # here, for the filters of warnings are not for threads to change
-        best = self.is_best(held_out_loss)
-        if best and held_out_loss is not None:
-            self.best_loss = held_out_loss
+        if keep.best and held_out_loss is not None and self.is_best(held_out_loss):
+            self._best = (step, held_out_loss)
+        best_step = self.best[0] if keep.best else -1
         copied = None if wait else self._copied(tensors)
         self._step = step
         if copied is None:
-            self._write(step, tensors, state, keep, held_out_loss, best, None)
+            self._write(step, tensors, state, keep, held_out_loss, best_step, None)
         else:
             ready = None
             if any(tensor.is_cuda for tensor in tensors.values()):
@@ -93,7 +102,7 @@ class Saver:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._writing = self._thread.submit(
-                self._write, step, copied, copy.deepcopy(state), keep, held_out_loss, best, ready
+                self._write, step, copied, copy.deepcopy(state), keep, held_out_loss, best_step, ready
             )
         self.waited_seconds += time.monotonic() - started
 
@@ -128,19 +137,23 @@ class Saver:
         state: dict[str, Any],
         keep: Keep,
         held_out_loss: float | None,
-        best: bool,
+        best_step: int,
         ready: torch.cuda.Event | None,
     ) -> None:
         if ready is not None:
             ready.synchronize()
         try:
             self._log.flush()
-            checkpoint.save(self._run, step, tensors, state, keep=keep, held_out_loss=held_out_loss)
+            checkpoint.save(
+                self._run, step, tensors, state, keep=keep, held_out_loss=held_out_loss, best_step=best_step
+            )
         except OnecardError as fault:
             with contextlib.suppress(OnecardError):  # on a full disk even this may not fit
                 self._log.event("pause", step=step, reason=fault.what)
             raise
-        measured = {} if held_out_loss is None else {"held_out_loss": held_out_loss, "best": best}
+        measured: dict[str, Any] = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        if keep.best:
+            measured["best"] = best_step
         self._log.event("checkpoint", step=step, **measured)
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:

@@ -79,9 +79,11 @@ def save(
     *,
     keep: Keep,
     held_out_loss: float | None = None,
+    best_step: int = -1,
 ) -> Path:
     """Write the checkpoint after update `step`, then remove what need not be kept of those up to it.
 
+    `best_step` is the update of the best one, damaged ones left out of account.
     Later ones, which were damaged and passed over, neither count nor go: the run will write over them.
     ArtifactError if there is no room for it; whatever happens, the older ones stay until it is whole.
     """
@@ -99,7 +101,7 @@ def save(
         measured = held_out_loss is not None and math.isfinite(held_out_loss)
         result = {"held_out_loss": held_out_loss} if measured else {}
         artifact.write_manifest(temporary, "checkpoint", settings={"step": step}, result=result)
-    _rotate(run, step, keep)
+    _rotate(run, step, keep, best_step)
     return target
 
 
@@ -134,13 +136,13 @@ def _files(tensors: dict[str, Tensor]) -> dict[str, int] | None:
     return made if number > 1 else None
 
 
-def _rotate(run: Path, step: int, keep: Keep) -> None:
+def _rotate(run: Path, step: int, keep: Keep, best_step: int) -> None:
     entries = [entry for entry in found(run) if entry[0] <= step]
     kept = {number for number, _ in entries[-keep.last :]}
     if keep.every is not None:
         kept |= {number for number, _ in entries if number % keep.every == 0}
     if keep.best:
-        kept |= {number for number, _, _ in _by_loss(run, step)[:1]}
+        kept.add(best_step)
     for number, path in entries:
         if number not in kept:
             shutil.rmtree(path, ignore_errors=True)
