@@ -40,7 +40,8 @@ STATE = "pipeline.json"
 # What the walk itself decides: not settings of a recipe's stages.
 SET_BY_RUN = {"output", "overwrite"}
 # What decides nothing about a stage's content.
-_FREE = SET_BY_RUN | {"keep_last", "log_every"}
+_FREE = SET_BY_RUN | {"keep_last", "keep_best", "keep_every", "log_every"}
+_FREE |= {"pause_above_celsius", "electricity_price", "currency", "detach"}
 
 
 @dataclass(frozen=True)

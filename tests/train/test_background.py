@@ -232,3 +232,19 @@ def test_a_damaged_best_one_is_passed_over(saver: Saver, tmp_path: Path, capsys:
         save(saver, step, torch.ones(3), held_out_loss=loss, keep=keep)
     saver.finish()
     assert [step for step, _ in checkpoint.found(tmp_path)] == [4, 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_card_computes_next_comes_after_the_copy(saver: Saver, tmp_path: Path) -> None:
+    weight = torch.ones(1 << 24, device="cuda")
+    for step in range(1, 5):
+        saver.save(step, {"a": weight, "b": torch.full((2,), float(step))}, {}, keep=Keep(9))
+        for _ in range(20):
+            weight.add_(1)
+    saver.finish()
+    assert saver._copies["a"].is_pinned() and not saver._copies["b"].is_pinned()
+    for step, path in checkpoint.found(tmp_path):
+        read = {"a": torch.empty(1 << 24), "b": torch.empty(2)}
+        checkpoint.load(path, read)
+        assert read["a"].unique().tolist() == [1 + 20 * (step - 1)] and read["b"].tolist() == [step] * 2
