@@ -148,3 +148,13 @@ def test_the_help_of_a_verb_is_light_and_shows_every_setting(verb: str) -> None:
         assert shown in text, name
         # argparse wraps: the words are compared, not the lines.
         assert info.description.replace("-", "").split()[-1] in text.replace("-", ""), name
+
+
+def test_looking_at_a_run_and_changing_it_is_light(tmp_path: Path) -> None:
+    plan = {"verb": "pretrain", "asked": {"size": "2M", "weight_decay": 0.1, "max_steps": "auto"}, "max_steps": 5}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for words in (["status"], ["pause"], ["set", "weight_decay=0.2"]):
+        modules, text, seconds = in_a_child([words[0], str(tmp_path), *words[1:]])
+        assert not set(HEAVY) & set(modules), words
+        assert "crashed" in text or "weight_decay: 0.1 -> 0.2" in text
+        assert seconds < 1

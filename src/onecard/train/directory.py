@@ -168,9 +168,17 @@ def differences(path: Path, plan: Mapping[str, Any]) -> list[str]:
     """What was changed since the plan was made, such as 'learning_rate 0.001 -> 0.0001 (update 40, me@box)'."""
     changed = [*plan.get("amended", []), *changes(path)]
     return [
-        f"{entry['name']} {entry.get('old', '?')} -> {entry['new']} (after update {entry['step']}, {entry['who']})"
+        f"{entry['name']} {shown(entry.get('old', '?'))} -> {shown(entry['new'])} "
+        f"(after update {entry['step']}, {entry['who']})"
         for entry in sorted(changed, key=lambda entry: int(entry["step"]))
     ]
+
+
+def shown(value: Any) -> str:
+    """A setting's value for a person: as TOML has it, floats to four digits."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def changes(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from onecard.config import FinetuneConfig, PauseConfig, PretrainConfig, ResumeCo
 from onecard.errors import ArtifactError, ConfigError, OnecardError
 from onecard.settings import assignment, build, nearest
 from onecard.train import control
-from onecard.train.directory import PLAN, locked
+from onecard.train.directory import PLAN, locked, shown
 from onecard.train.metrics import RunLog
 from onecard.train.status import Standing, describe, find, in_force, last_checkpoint
 
@@ -142,7 +142,7 @@ def change(config: SetConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{', '.join(later)} cannot change within a process.",
             f"{'Pause it, then' if run.runs else 'Use'}: onecard resume {run.path} --set "
-            + " ".join(f"{name}={_word(wanted[name])}" for name in later),
+            + " ".join(f"{name}={shown(wanted[name])}" for name in later),
         )
     before = _before(run)
     done = [{"name": name, "old": before.get(name), "new": value} for name, value in wanted.items()]
@@ -150,7 +150,7 @@ def change(config: SetConfig) -> dict[str, Any]:
         control.ask(run.path, entry["name"], entry["new"], old=entry["old"])
     when = "from the next update on" if run.runs else "when it goes on"
     for entry in done:
-        console.result(f"{entry['name']}: {entry['old']} -> {entry['new']} {when}")
+        console.result(f"{entry['name']}: {shown(entry['old'])} -> {shown(entry['new'])} {when}")
     if not run.runs:
         console.result(f"Go on with:  onecard resume {run.path}")
     return {"run": str(run.path), "state": run.state, "changes": done}
@@ -254,10 +254,6 @@ def _say_idle(settings: dict[str, Any], new: dict[str, Any]) -> None:
         console.warn(f"muon_learning_rate changes nothing here: the optimizer is {settings['optimizer']}.")
     if "decay_ratio" in new and settings["schedule"] != "wsd":
         console.warn(f"decay_ratio changes nothing here: the schedule is {settings['schedule']}.")
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --- resume -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from onecard import artifact, console
 from onecard.config import TrainingConfig
 from onecard.data.batches import RowOrder
 from onecard.data.packing import PaddedRows
-from onecard.errors import ConfigError, DoesNotFit, Interrupted
+from onecard.errors import ConfigError, DoesNotFit, Interrupted, OnecardError
 from onecard.model import attention
 from onecard.model.load import silence_transformers
 from onecard.train import activations, compilation, optimizers, precision, report, space, timing
@@ -78,6 +79,11 @@ def train(task: Task) -> dict[str, Any]:
             "Set activation_checkpointing = full, a smaller batch_size (the result stays the same) or max_length, or "
             "optimizer_states = 8bit; docs/en/memory.md says what each saves.",
         ) from fault
+    except OnecardError as fault:
+        if not isinstance(fault, Interrupted):
+            with suppress(OnecardError):  # a full disk takes no event either
+                RunLog(task.run.path).event("error", reason=fault.what)
+        raise
 
 
 def rehearsal(task: Task) -> tuple[Any, dict[str, Any], Callable[..., Loop]]:

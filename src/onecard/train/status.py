@@ -18,7 +18,7 @@ from onecard import artifact, console
 from onecard.config import StatusConfig
 from onecard.errors import ArtifactError
 from onecard.train import control
-from onecard.train.directory import PLAN, changes, holder
+from onecard.train.directory import PLAN, changes, holder, shown
 from onecard.train.metrics import RunLog, read_lines
 from onecard.train.vitals import readings
 
@@ -106,11 +106,11 @@ def _standing(path: Path) -> Standing:
 
 def _ended(path: Path) -> tuple[str, str]:
     """How the last process left, by the last event that tells."""
-    telling = ("start", "resume", "pause", "oom", "fault", "give_up")
+    telling = ("start", "resume", "pause", "oom", "fault", "error")
     last = next((row for row in reversed(read_lines(path / "events.jsonl")) if row["event"] in telling), None)
     if last is None or last["event"] in ("start", "resume"):
         return "crashed", ""
-    reason = str(last.get("reason", ""))
+    reason = str(last.get("reason") or last.get("what") or "")
     if last["event"] == "pause":
         return ("interrupted" if reason.startswith("SIG") else "paused"), reason
     if last["event"] == "oom" and "reason" not in last:  # the run went on in smaller parts
@@ -303,7 +303,10 @@ def _show(run: Standing, document: dict[str, Any]) -> None:
         rows.append(["skipped, rolled back", f"{document['skipped']:,}, {document['roll_backs']:,}"])
     rows += readings(document["sensors"])
     rows += [
-        ["changed", f"{e['name']} {e.get('old', '?')} -> {e['new']} after update {e['step']}, by {e['who']}"]
+        [
+            "changed",
+            f"{e['name']} {shown(e.get('old', '?'))} -> {shown(e['new'])} after update {e['step']}, by {e['who']}",
+        ]
         for e in document["changes"]
     ]
     rows += [["waiting", _waits(e, runs=run.runs)] for e in document["waiting"]]
@@ -356,7 +359,7 @@ def _waits(entry: dict[str, Any], *, runs: bool) -> str:
     when = "the next update" if runs else "the next start"
     if entry["name"] == control.PAUSE:
         return f"a pause, asked for by {entry['who']}"
-    return f"{entry['name']} = {entry['new']} from {when} on, asked for by {entry['who']}"
+    return f"{entry['name']} = {shown(entry['new'])} from {when} on, asked for by {entry['who']}"
 
 
 def _settings(values: dict[str, Any]) -> list[str]:
@@ -366,8 +369,8 @@ def _settings(values: dict[str, Any]) -> list[str]:
         value = values[name]
         if isinstance(value, dict | list) or value in (None, ""):
             continue
-        word = f"{name} {str(value).lower() if isinstance(value, bool) else value}"
-        if lines and len(lines[-1]) + len(word) < 88:
+        word = f"{name} {shown(value)}"
+        if lines and len(lines[-1]) + len(word) < 68:
             lines[-1] += f", {word}"
         else:
             lines.append(word)
