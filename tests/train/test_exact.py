@@ -96,7 +96,9 @@ def gradients_of(made: Loop, update: int = 0) -> tuple[dict[str, torch.Tensor], 
         taken.update({name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None})
 
     made.optimizers.step = take  # type: ignore[method-assign]
-    return taken, made.update(update)
+    result = made.update(update)
+    made.close()
+    return taken, result
 
 
 def assert_same(made: dict[str, torch.Tensor], meant: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
