@@ -27,8 +27,8 @@ from onecard import artifact, console
 from onecard.errors import ArtifactError
 
 _NAME = re.compile(r"step-(\d{8,})")
-# The library makes the bytes of a file in memory before it writes them, and no other thread of Python runs meanwhile: no
-# file is larger than this, but for a single tensor that is.
+# The library makes the bytes of a file in memory before it writes them, and other threads of Python stand still: no
+# file is larger than this, unless a single tensor is.
 FILE_BYTES = 64 << 20
 # The names of numbers in a safetensors file.
 _DTYPES = {
