@@ -28,7 +28,7 @@ from onecard.data.packing import StreamRows
 from onecard.data.tokens import Encoded, write_store
 from onecard.machine.calibrate import default_device
 from onecard.model import attention
-from onecard.train import checkpoint, optimizers, state
+from onecard.train import optimizers, state, tensor_files
 from onecard.train.loop import Loop, LoopSettings
 from onecard.train.objectives import NextToken
 from onecard.train.precision import Precision
@@ -130,7 +130,7 @@ def measure(loop: Loop, *, saves: int, quiet_updates: int, wait: bool) -> dict[s
             beside_counts.append(len(beside))
     lost = statistics.median(blocked) + max(0.0, statistics.median(slower))
     return {
-        "checkpoint_bytes": checkpoint.size_bytes(state.tensors(loop)),
+        "checkpoint_bytes": tensor_files.size_bytes(state.tensors(loop)),
         "seconds_per_update": quiet,
         "blocked_seconds": statistics.median(blocked),
         "slower_seconds": statistics.median(slower),
