@@ -327,6 +327,7 @@ def _draw_range(axes: Axes, points: Sequence[Point], suggested: float) -> None:
     axes.plot(rates, [point.smoothed for point in points], color="#2f5fd0", linewidth=1.6, label="smoothed")
     axes.axvline(suggested, color="#18794e", linestyle="--", linewidth=1.2, label=f"suggested {suggested:.2g}")
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")  # pages take no formulas
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss (nats/token)")
     axes.legend(frameon=False)

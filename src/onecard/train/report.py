@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecard.console import format_bytes, format_duration
 from onecard.report import Page
-from onecard.train.directory import changes
+from onecard.train.directory import changes, shown
 from onecard.train.metrics import RunLog, read_lines
 from onecard.train.vitals import energy_text
 
@@ -43,7 +43,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
         page.heading("Changed on the way")
         page.table(
             ["after update", "setting", "from", "to", "by", "when"],
-            [[e["step"], e["name"], str(e.get("old", "?")), str(e["new"]), e["who"], e["time"]] for e in changed],
+            [[e["step"], e["name"], shown(e.get("old", "?")), shown(e["new"]), e["who"], e["time"]] for e in changed],
         )
     page.heading("Plan and measurement")
     page.table(
@@ -125,11 +125,12 @@ def _draw_loss(axes: Axes, rows: list[dict[str, Any]], changed: list[dict[str, A
     held = [(row["step"], row["held_out_loss"]) for row in rows if row.get("held_out_loss") is not None]
     if held:
         axes.plot(*zip(*held), color="#b54708", marker="o", markersize=4, linewidth=1.2, label="held out")
-    for entry in changed:
-        axes.axvline(entry["step"] + 0.5, color="#98a2b3", linestyle=":", linewidth=1.2)
+    for step in sorted({entry["step"] for entry in changed}):
+        words = [f" {entry['name']} = {shown(entry['new'])}" for entry in changed if entry["step"] == step]
+        axes.axvline(step + 0.5, color="#98a2b3", linestyle=":", linewidth=1.2)
         axes.annotate(
-            f" {entry['name']} = {entry['new']}",
-            (entry["step"] + 0.5, 1.0),
+            "\n".join(words),
+            (step + 0.5, 1.0),
             xycoords=("data", "axes fraction"),
             rotation=90,
             va="top",
