@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from onecard.errors import ArtifactError
 from onecard.train import checkpoint
@@ -45,6 +47,15 @@ def test_everything_is_read_back(tmp_path: Path) -> None:
     for name, value in tensors(3).items():
         assert read[name].dtype == value.dtype
         assert torch.equal(read[name], value), name
+
+
+def test_other_programs_can_read_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    (file,) = set(index["weight_map"].values())
+    read = load_file(path / file)
+    assert read.keys() == tensors().keys() == index["weight_map"].keys()
+    assert all(torch.equal(read[name], value) for name, value in tensors(3).items())
 
 
 def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
@@ -103,7 +114,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatc
     save(tmp_path, 10)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=65_600))
-    monkeypatch.setattr(checkpoint.state_dict_saver, "save", None)
+    monkeypatch.setattr(checkpoint.tensor_files, "write", None)
     with pytest.raises(ArtifactError, match="The disk is full: a checkpoint takes 102 B, and 64.1 KiB are free in"):
         save(tmp_path, 20)
     assert names(tmp_path) == [10]

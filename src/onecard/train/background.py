@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onecard import console
 from onecard.errors import OnecardError
-from onecard.train import checkpoint
+from onecard.train import checkpoint, tensor_files
 from onecard.train.checkpoint import Keep
 from onecard.train.metrics import RunLog
 
@@ -87,7 +87,6 @@ class Saver:
         """
         started = time.monotonic()
         self.finish()
-        checkpoint.silence()  # here, for the filters of warnings are not for threads to change
         if keep.best and held_out_loss is not None and self.is_best(held_out_loss):
             self._best = (step, held_out_loss)
         best_step = self.best[0] if keep.best else -1
@@ -176,7 +175,7 @@ class Saver:
     def _there_is_room(self, tensors: dict[str, Tensor]) -> bool:
         import psutil
 
-        needed = checkpoint.size_bytes(tensors)
+        needed = tensor_files.size_bytes(tensors)
         if any(tensor.is_cuda for tensor in tensors.values()):
             needed *= PINNED_ROUNDING
         free = psutil.virtual_memory().available

@@ -1,7 +1,7 @@
 """Checkpoints of a run: checkpoints/step-00000120/, whole or absent, the newest whole one is resumed.
 
-Tensors (weights, optimizer state, generators) go through torch.distributed.checkpoint in its safetensors form, so no
-pickle is read back and another number of processes can read them later; numbers go into state.json. The manifest
+Tensors (weights, optimizer state, generators) lie in the safetensors form of torch.distributed.checkpoint, which reads
+them: no pickle, and another number of processes can read them later. Numbers go into state.json. The manifest
 (onecard.json, with a hash of each file and the loss on held-out rows, if it was measured at that update) is written
 last. It does not know when to save, nor threads: see background.
 """
@@ -19,32 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from onecard import artifact, console
 from onecard.errors import ArtifactError
+from onecard.train import tensor_files
 
 _NAME = re.compile(r"step-(\d{8,})")
-# The library makes the bytes of a file in memory before it writes them, and other threads of Python stand still: no
-# file is larger than this, unless a single tensor is.
-FILE_BYTES = 64 << 20
-# The names of numbers in a safetensors file.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# No file is larger than this, unless a single tensor is.
+FILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -67,11 +51,6 @@ def found(run: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def size_bytes(tensors: dict[str, Tensor]) -> int:
-    """What a checkpoint of these takes on the disk, but for some kilobytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
 def save(
     run: Path,
     step: int,
@@ -89,29 +68,15 @@ def save(
     ArtifactError if there is no room for it; whatever happens, the older ones stay until it is whole.
     """
     target = directory_of(run, step)
-    _need_room(run, size_bytes(tensors))
+    _need_room(run, tensor_files.size_bytes(tensors))
     with artifact.new_directory(target, replace=True) as temporary:
-        silence()
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        writer = HuggingFaceStorageWriter(path=str(temporary), fqn_to_index_mapping=_files(contiguous))
-        try:
-            state_dict_saver.save(contiguous, storage_writer=writer, no_dist=True)
-        except CheckpointException as fault:
-            raise _cause(fault) from fault
+        tensor_files.write(temporary, tensors, file_bytes=FILE_BYTES)
         artifact.write_json_atomically(temporary / "state.json", state)
         measured = held_out_loss is not None and math.isfinite(held_out_loss)
         result = {"held_out_loss": held_out_loss} if measured else {}
         artifact.write_manifest(temporary, "checkpoint", settings={"step": step}, result=result)
     _rotate(run, step, keep, best_step)
     return target
-
-
-def silence() -> None:
-    """One process is what is meant here; the library warns that no process group was set up.
-
-    Not `catch_warnings`: that changes the filters of every thread, and puts them back at any time.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def _need_room(run: Path, needed_bytes: int) -> None:
@@ -123,18 +88,6 @@ def _need_room(run: Path, needed_bytes: int) -> None:
             f"{console.format_bytes(free)} are free in {folder}.",
             "Free some space (a lower keep_last takes less) and run the same command again; finished work is kept.",
         )
-
-
-def _files(tensors: dict[str, Tensor]) -> dict[str, int] | None:
-    """The number of the file, from 1, that each tensor goes into; None where one is enough."""
-    made, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        made[name] = number
-        filled += size
-    return made if number > 1 else None
 
 
 def _rotate(run: Path, step: int, keep: Keep, best_step: int) -> None:
@@ -203,19 +156,6 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def _cause(fault: CheckpointException) -> BaseException:
-    """What went wrong inside the library, such as an OSError of a full disk; its own exception is no Exception."""
-    for error, _ in fault.failures.values():
-        # safetensors wraps what the file system said.
-        inner: BaseException | None = error
-        while inner is not None:
-            if isinstance(inner, OSError) and inner.errno is not None:
-                return inner
-            inner = inner.__cause__ or inner.__context__
-        return error
-    return RuntimeError(str(fault))
-
-
 def load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Fill `tensors` (by name, in place) from a checkpoint and return its state."""
     with warnings.catch_warnings():
@@ -234,5 +174,5 @@ def tensor_names(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 part = opened.get_slice(name)
-                made[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                made[name] = (tensor_files.DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return made

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from onecard import console
 from onecard.errors import DoesNotFit
-from onecard.train import checkpoint, state
+from onecard.train import checkpoint, state, tensor_files
 
 if TYPE_CHECKING:
     from onecard.train.loop import Loop
@@ -23,7 +23,7 @@ _STATE_BYTES = {"Muon": 4.0, "AdamW": 8.0, "AdamW8bit": 2.1, "Adafactor": 0.1}
 def checkpoint_bytes(loop: Loop) -> int:
     """Size of a checkpoint: known from the tensors, and before the first update estimated for the optimizer's."""
     tensors = state.tensors(loop)
-    known = checkpoint.size_bytes(tensors)
+    known = tensor_files.size_bytes(tensors)
     if any(name.startswith("optimizer/") for name in tensors):
         return known
     for unit in loop.optimizers.units:
