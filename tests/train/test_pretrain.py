@@ -17,6 +17,7 @@ from onecard.errors import ArtifactError, ConfigError, DataError, Interrupted
 from onecard.model import presets
 from onecard.settings import build
 from onecard.train import loop, session
+from onecard.train import pretrain as pretrain_module
 from onecard.train.pretrain import pretrain
 
 
@@ -309,3 +310,26 @@ def test_a_compiler_that_does_not_work_leaves_plain_layers(
     assert "run plainly" in capsys.readouterr().err
     assert json.loads((tmp_path / "broken" / "plan.json").read_text())["compiled"] is False
     assert weights(tmp_path / "broken") == weights(tmp_path / "plain")
+
+
+def test_the_start_from_counts_is_taken_where_it_is_a_small_share_of_the_run() -> None:
+    """Vocabulary 4,096, width 256: 40 x 6 x 4,096^2 x 256 = 1.03 TFLOP, 5 % of a run of 20.6."""
+    shape = presets.preset("4M")
+
+    def taken(work: float, **changes: Any) -> bool:
+        config = build(PretrainConfig, {"size": "4M", "max_length": 512, **changes})
+        return pretrain_module._starts_from_counts(config, shape, changes.pop("vocabulary", 4096), work)
+
+    assert taken(21e12) and not taken(20e12)
+    assert taken(1.0, start="bigram") and not taken(1e20, start="random")
+    rows: Any = type("Rows", (), {"per_source": [100, 50]})()
+
+    def work(**changes: Any) -> float:
+        config = build(PretrainConfig, {"size": "4M", "max_length": 512, **changes})
+        return pretrain_module._training_flops(config, shape, 4096, rows, [1.0, 2.0], 1e11)
+
+    per_token = shape.training_flops_per_token(4096, 256)
+    assert work(max_steps=10) == 10 * 4096 * per_token
+    assert work(num_epochs=3) == 3 * 200 * 512 * per_token
+    assert work(num_epochs=3, time_limit_minutes=0.1) == 6e11
+    assert work(num_epochs=3, time_limit_minutes=1000) == 3 * 200 * 512 * per_token

@@ -65,6 +65,11 @@ def bigram_counts(store: TokenStore, weights: list[float], *, vocabulary: int) -
     return torch.from_numpy(counts.astype(np.float32)).view(vocabulary, vocabulary)
 
 
+def fit_flops(vocabulary: int, width: int) -> float:
+    """What `fit_bigram` computes: three products of vocabulary x vocabulary x width an iteration."""
+    return 6.0 * ITERATIONS * vocabulary * vocabulary * width
+
+
 def fit_bigram(counts_VV: Tensor, width: int, *, seed: int, epsilon: float) -> BigramStart:
     """Fit embedding and head to the smoothed counts by Adam over all contexts at once.
 

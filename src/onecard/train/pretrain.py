@@ -15,7 +15,7 @@ from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.model.load import load_tokenizer, tokenizer_file, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
-from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram
+from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram, fit_flops
 from onecard.plan.speed import choose_size
 from onecard.settings import nearest
 from onecard.tokenizer.template import encode_documents, encode_prompt
@@ -24,6 +24,8 @@ from onecard.train.precision import choose
 from onecard.train.session import check, fingerprint, free_settings_removed, train
 from onecard.train.task import Defaults, Task
 
+# The start from counts may take this share of a run: it saves a run of minutes about a third of its updates.
+LARGEST_START_SHARE = 0.05
 # Characters tokenised at a time: enough to keep all cores busy, little enough to keep memory flat.
 BATCH_CHARACTERS = 4_000_000
 
@@ -64,7 +66,11 @@ def prepare(config: PretrainConfig) -> Task:
     rows = StreamRows(store, config.row_tokens)
     _check_mix(store.sources, rows.per_source, weights)
     _check_vocabulary(shape, vocabulary)
-    from_counts = _starts_from_counts(config, vocabulary)
+    if run.plan is not None:
+        from_counts = run.plan["start"] == "bigram"
+    else:
+        work = _training_flops(config, shape, vocabulary, rows, weights, precision.flops_per_second)
+        from_counts = _starts_from_counts(config, shape, vocabulary, work)
     if from_counts:
         shape = replace(shape, tied=False)
 
@@ -99,15 +105,33 @@ def prepare(config: PretrainConfig) -> Task:
     )
 
 
-def _starts_from_counts(config: PretrainConfig, vocabulary: int) -> bool:
-    """Whether the model starts at token statistics; ConfigError where that is asked for and cannot be."""
+def _training_flops(
+    config: PretrainConfig, shape: Preset, vocabulary: int, rows: StreamRows, weights: list[float], rate: float
+) -> float:
+    """About how much the whole run computes: by its updates, by its passes over the rows, or by its time."""
+    per_token = shape.training_flops_per_token(vocabulary, config.row_tokens / 2)
+    if config.max_steps != "auto":
+        return config.max_steps * shape.update_tokens * per_token
+    epochs = _defaults(shape, from_counts=False).num_epochs if config.num_epochs == "auto" else config.num_epochs
+    taken = sum(count * weight for count, weight in zip(rows.per_source, weights))
+    by_rows = epochs * taken * config.row_tokens * per_token
+    return by_rows if config.time_limit_minutes is None else min(by_rows, 60 * config.time_limit_minutes * rate)
+
+
+def _starts_from_counts(config: PretrainConfig, shape: Preset, vocabulary: int, work: float) -> bool:
+    """Whether the model starts at token statistics; ConfigError where that is asked for and cannot be.
+
+    `auto` takes it where it is a small share of `work`, the FLOP of the run.
+    """
     fits = vocabulary <= LARGEST_VOCABULARY
     if config.start == "bigram" and not fits:
         raise ConfigError(
             f"start = bigram needs a vocabulary of at most {LARGEST_VOCABULARY:,}; this tokenizer has {vocabulary:,}.",
             "Set start = random, or train a smaller tokenizer.",
         )
-    return fits and config.start != "random"
+    if config.start != "auto":
+        return config.start == "bigram"
+    return fits and fit_flops(vocabulary, shape.width) <= LARGEST_START_SHARE * work
 
 
 def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) -> None:
