@@ -142,3 +142,20 @@ def test_what_is_no_request_is_thrown_away(tmp_path: Path) -> None:
     assert again.due(6) == [] and len(again.due(7)) == 2 and again.due(7) == []
     again.reach(8)
     assert again.due(8) == []
+
+
+def test_a_mix_without_any_row_changes_nothing(
+    folder: Path,
+    tiny_tokenizer_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nothing = {"poems": 0.0, "news": 0.001}
+    with monkeypatch.context() as patch:
+        during(patch, 4, lambda loop: control.ask(loop.run_directory, "mix", nothing))
+        pretrain(settings(folder, tiny_tokenizer_directory, tmp_path / "a"))
+    assert "leaves no row of any source" in capsys.readouterr().err
+    pretrain(settings(folder, tiny_tokenizer_directory, tmp_path / "b"))
+    made = [load_file(tmp_path / n / "model" / "model.safetensors") for n in "ab"]
+    assert all(torch.equal(made[1][key], tensor) for key, tensor in made[0].items())

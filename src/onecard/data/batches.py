@@ -61,6 +61,10 @@ class RowOrder:
         found: list[int] = self._epoch(epoch)[begin : begin + self.rows_per_update].tolist()
         return found
 
+    def has_rows(self, weights: list[float]) -> bool:
+        """Whether another mix would take any row in an epoch."""
+        return any(round(count * weight) for count, weight in zip(self._per_source, weights))
+
     def changed(
         self, update: int, *, rows_per_update: int | None = None, weights: list[float] | None = None
     ) -> RowOrder:

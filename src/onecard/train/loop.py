@@ -315,6 +315,9 @@ class Loop:
 
     def change(self, name: str, value: Any) -> None:
         """Give a setting (one of `control.MEANWHILE`) another value from the next update on."""
+        if name == "mix" and not self.order.has_rows([value.get(s, 1.0) for s in self.rows.store.sources]):
+            console.warn(f"mix = {value} leaves no row of any source: it stays as it is.")
+            return
         self.changes[name] = value
         if name in ("learning_rate", "muon_learning_rate", "weight_decay"):
             self.optimizers.change(name, value)
@@ -463,7 +466,9 @@ class Loop:
             self.skipped += 1
             rows = self.order.rows_of_update(self.taken - 1)
             self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
-            console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. Weights are unchanged.")
+            # Inside backward the weights whose gradients came before the fault have been stepped already.
+            kept = "All weights are finite" if self.optimizers.in_backward else "Weights are unchanged"
+            console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. {kept}.")
         action, findings = self.watchdog.after_update(result.loss, result.grad_norm, skipped=result.skipped)
         if action is not Action.GIVE_UP:
             self._say(findings)

@@ -100,7 +100,10 @@ def choose(setting: str) -> Precision:
         raise ConfigError(fault, "Set precision = auto, which takes what is fast here.")
     if setting == "auto":
         measured = ("fp32", "bf16") if capability is None else ()
-        rates = {name: matrix_rate(_PRODUCTS[name], device) for name in measured}
+        # Twice, in turn: another program that takes the processor for a moment must not decide the format.
+        rates = dict.fromkeys(measured, 0.0)
+        for name in (*measured, *measured):
+            rates[name] = max(rates[name], matrix_rate(_PRODUCTS[name], device))
         setting, reason = pick(device, capability, rates)
         console.note(f"  precision {setting}: {reason}")
         rate = rates[setting] if setting in rates else matrix_rate(_PRODUCTS[setting], device)
