@@ -86,7 +86,7 @@ class TrainingConfig(Verb):
         "auto", "muon: Muon for the matrices, AdamW for the rest; adafactor: the least memory"
     )
     optimizer_states: Literal["fp32", "8bit", "host"] = setting(
-        "fp32", "what the optimizer keeps: as it is, AdamW's in 8 bits, or on the host while the card trains"
+        "fp32", "what AdamW and Muon remember: as it is, in 8 bits, or on the host while the card trains"
     )
     optimizer_in_backward: bool = setting(
         False, "step each weight as soon as its gradient is there: no gradient is kept (needs max_grad_norm = 0)"

@@ -260,3 +260,13 @@ def test_a_damaged_token_store_is_made_again(
     with pytest.raises(ArtifactError, match=r"tokens\.bin"):
         TokenStore(tmp_path / "run" / "tokens" / "train")
     assert tuned(tmp_path, tiny_model_directory)["rows"]["read"] == 12
+
+
+def test_settings_that_nothing_uses_are_named(
+    tmp_path: Path, tiny_model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chats(tmp_path / "chats.jsonl")
+    tuned(tmp_path, tiny_model_directory, target_modules=["q_proj"], held_out=0.0, early_stopping=2, max_steps=1)
+    said = capsys.readouterr().err
+    assert "target_modules is not used" in said and "lora_alpha" not in said
+    assert "early_stopping is not used" in said and "keep_best" not in said

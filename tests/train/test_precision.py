@@ -189,3 +189,12 @@ def test_fp32_products_are_tf32_on_a_card(monkeypatch: pytest.MonkeyPatch) -> No
             choose("float8")
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_one_slow_moment_does_not_choose_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product in fp32 is measured while another program takes the processor."""
+    rates = {torch.float32: [1e9, 100e9], torch.bfloat16: [2e9, 2e9]}
+    monkeypatch.setattr(precision, "matrix_rate", lambda dtype, device: rates[dtype].pop(0))
+    monkeypatch.setattr(precision, "default_device", lambda: "cpu")
+    chosen = choose("auto")
+    assert (chosen.name, chosen.flops_per_second) == ("fp32", 100e9)

@@ -46,6 +46,10 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
     check(config)
+    if not config.lora_rank:
+        for name in ("lora_alpha", "lora_dropout", "target_modules"):
+            if getattr(config, name) != FinetuneConfig.model_fields[name].default:
+                console.warn(f"{name} is not used: lora_rank = 0 trains all weights.")
     base = model_directory(config.model)
     tokenizer = load_tokenizer(base)
     if not tokenizer.chat_template:

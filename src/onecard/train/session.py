@@ -70,6 +70,10 @@ def train(task: Task) -> dict[str, Any]:
     """
     stored = task.run.plan
     check(task.config, task.precision.name)
+    if task.held_out is None:
+        for name in ("early_stopping", "keep_best"):
+            if getattr(task.config, name):
+                console.warn(f"{name} is not used: no row is held out to judge the model by.")
     try:
         return _train(task, stored)
     except torch.OutOfMemoryError as fault:
