@@ -21,6 +21,11 @@ class Engine:
     attention: Literal["packed", "sdpa", "eager"] = "packed"
     compiled: bool = True
     fused_optimizer: bool = True  # False: a copy for each list of tensors (foreach)
+    # What only other tools do.
+    keeps_logits: bool = False  # with chunked_loss: every chunk's logits wait for backward, in the products' format
+    states_like_weights: bool = False  # the optimizer's states have the format of the weights, such as bf16
+    adapters: Literal["fp32", "bf16"] = "fp32"
+    keeps_gradients: bool = False  # set to zero after an update, not freed
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Job:
     method: Method = "full"
     lora_rank: int = 0
     target_modules: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
     dora: bool = False
     packed: bool = True
     longest_tokens: int | None = None
