@@ -23,17 +23,28 @@ def file() -> Path:
 
 def calibrate(directory: Path) -> dict[str, float]:
     """Measure (FLOP and bytes a second), keep and return the rates; `directory` is on the disk that is meant."""
+    rates = measure() | {"disk_write_bytes_per_second": _disk_rate(directory)}
+    _keep(_name(default_device()), rates)
+    return rates
+
+
+def measure() -> dict[str, float]:
+    """The rates of products and copies, measured in about a second and not kept."""
     import torch
 
     device = default_device()
     formats = {"fp32": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if device == "cuda" else {})
-    rates = {f"{name}_flops_per_second": matrix_rate(dtype, device) for name, dtype in formats.items()}
+    before = torch.get_float32_matmul_precision()
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # as training multiplies fp32 on a card: TF32
+    try:
+        rates = {f"{name}_flops_per_second": matrix_rate(dtype, device) for name, dtype in formats.items()}
+    finally:
+        torch.set_float32_matmul_precision(before)
     rates["memory_bytes_per_second"] = _copy_rate(device, device) * 2  # a copy reads and writes
     if device == "cuda":
         rates["host_to_card_bytes_per_second"] = _copy_rate("cpu", device)
         rates["card_to_host_bytes_per_second"] = _copy_rate(device, "cpu")
-    rates["disk_write_bytes_per_second"] = _disk_rate(directory)
-    _keep(_name(device), rates)
     return rates
 
 
