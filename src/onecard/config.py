@@ -7,12 +7,18 @@ From these come the recipe file (TOML), the flags, the help, the errors and the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from onecard.errors import ConfigError
 from onecard.settings import Auto, Fraction, Positive, PositiveNumber, Settings, Source, setting
+
+StepName = Literal[
+    "unicode", "language", "boilerplate", "forum_filler", "advertisements", "length", "symbols", "repetition",
+    "personal_data", "chinese", "reference",
+]  # fmt: skip
+PersonalDataKind = Literal["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip", "name"]
 
 
 class Verb(Settings):
@@ -37,6 +43,32 @@ class CleanConfig(Verb):
         0.5,
         "reject a document when more than this share of its characters is neither letter, digit nor common punctuation",
     )
+    maximum_punctuation_ratio: Fraction = setting(
+        0.7, "reject a document when more than this share of its characters is punctuation"
+    )
+    maximum_advertising: Fraction = setting(
+        0.3, "reject a document when more than this share of it is sentences that advertise"
+    )
+    steps: list[StepName] = setting(
+        list(get_args(StepName)), "what a text walks through, in this order; a step that is not named is not done"
+    )
+    languages: list[str] = setting(
+        [], "keep only documents in these, such as zh en (zh: simplified and traditional); none named: all"
+    )
+    personal_data: Literal["keep", "mask", "drop"] = setting(
+        "mask", "mask: put <手机号>, <EMAIL> ... in place of what is found; drop: reject the document"
+    )
+    personal_data_kinds: list[PersonalDataKind] = setting(
+        ["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip"],
+        "what personal_data looks for; name can be added, and is found by a weak rule",
+    )
+    chinese: Literal["keep", "simplified", "traditional"] = setting(
+        "keep", "write Chinese text in these characters (needs onecard[chinese])"
+    )
+    reference: Path | None = setting(None, "a file of good text: reject documents that are unlike it")
+    maximum_bits_per_byte: PositiveNumber | Auto = setting(
+        "auto", "what a document may need under a character model of the reference; auto: measured on the reference"
+    )
     near_duplicates: bool = setting(
         True, "remove near-duplicate documents (MinHash, verified by their true similarity)"
     )
@@ -44,27 +76,90 @@ class CleanConfig(Verb):
         0.7,
         "Jaccard similarity of character n-grams (3 for Chinese, word 3-grams otherwise) from which two are the same",
     )
+    keep: Literal["first", "longest"] = setting("first", "which of several near-duplicates stays")
+    repeated_paragraphs: bool = setting(
+        False, "also remove paragraphs (lines of 40 characters or more) that an earlier document has"
+    )
+    decontaminate: list[Source] = setting(
+        [], "evaluation files: documents that share 30 characters in sequence (Chinese) or 13 words with them are rejected"
+    )
+    workers: Positive | Auto = setting("auto", "processes at work (auto: one a core); changes nothing in the result")
+    dry_run: Positive | None = setting(
+        None, "show what the steps would do to so many documents, spread over the sources, and write nothing"
+    )
     seed: int = setting(0, "decides which documents are held out")
     strict: bool = setting(False, "stop at the first bad row instead of keeping it aside")
 
 
+class InspectConfig(Settings):
+    """Page through the documents of a corpus, kept and rejected."""
+
+    corpus: Path = setting(Path("corpus"), "a corpus directory (from clean)", positional=True, metavar="CORPUS")
+    show: Literal["all", "kept", "rejected"] = setting("all", "which rows")
+    reason: str = setting("", "only rows rejected for this reason, such as near_duplicate (kept: only kept ones)")
+    source: str = setting("", "only rows of this source, by its name in the report")
+    language: str = setting("", "only rows in this language (zh: simplified and traditional)")
+    search: str = setting("", "only rows with this in their text or name; case does not count")
+    rows: Positive = setting(20, "rows on a page")
+    characters: Positive = setting(200, "so much of each text is shown")
+
+
 class TokenizerTrainConfig(Verb):
-    """Train a byte-level BPE tokenizer with chat tokens and a chat template on a corpus."""
+    """Train a tokenizer with chat tokens and a chat template on a corpus."""
 
     corpus: Path = setting(Path("corpus"), "a corpus directory (from clean)", positional=True, metavar="CORPUS")
     output: Path = setting(Path("tokenizer"), "the tokenizer directory to write")
+    kind: Literal["bpe", "unigram"] = setting(
+        "bpe", "bpe: byte-level BPE, exports everywhere; unigram: for transformers and vLLM, not for GGUF"
+    )
     vocabulary_size: int = setting(
         8192,
         "entries, special tokens included; a recipe that names pretrain's size takes what suits it",
         ge=300,
         le=1_000_000,
     )
-    pre_tokenizer: Literal["qwen2", "llama-bpe", "gpt-2"] = setting(
-        "qwen2", "how text is split before merging, by the name that llama.cpp knows it by (qwen2: one digit a token)"
+    pre_tokenizer: Literal["auto", "qwen2", "llama-bpe", "deepseek-v3", "smollm", "gpt-2"] = setting(
+        "auto", "how text is split before merging, by the name that llama.cpp knows it by; auto: by digits"
+    )
+    digits: Literal["auto", "one", "three", "any"] = setting(
+        "auto", "digits a token: one, up to three, or any number; auto: as pre_tokenizer has it, else one"
     )
     maximum_token_characters: int = setting(
         16, "no token is longer than this (a run of text without spaces stays bounded)", ge=1
     )
+    maximum_characters: int = setting(
+        20_000_000, "characters to learn from; of a larger corpus an even sample, which keeps memory bounded", ge=1000
+    )
+    terms: Path | None = setting(None, "a file of terms, one a line (UTF-8), that become one token each")
+    mine_terms: int = setting(0, "find up to so many terms in the corpus, and make those one token that pay", ge=0)
+
+
+class TokenizerExtendConfig(Verb):
+    """Add terms, or the control tokens of a chat template, to the tokenizer and the rows of an existing model."""
+
+    model: Path = setting(..., "a model or run directory", positional=True, metavar="MODEL")
+    output: Path = setting(Path("extended"), "the model directory to write")
+    terms: Path | None = setting(None, "a file of terms, one a line (UTF-8), that become one token each")
+    chat_template: Literal["none", "chatml", "qwen", "llama-3", "gemma", "mistral", "phi-3", "deepseek"] = setting(
+        "none", "give the tokenizer this chat template, and the control tokens of it that it lacks"
+    )
+    pad_to_multiple_of: int = setting(64, "the rows of the embedding become a multiple of this", ge=1)
+
+
+class TokenizerReportConfig(Verb):
+    """Compare tokenizers on your own text: tokens by language and source, unused entries, how terms are split."""
+
+    tokenizers: list[Path] = setting(
+        ..., "tokenizer or model directories, side by side", positional=True, metavar="TOKENIZER"
+    )
+    corpus: Path | None = setting(None, "a corpus directory (from clean) to measure on")
+    text: list[Source] = setting([], "files, folders or globs of text to measure on", metavar="SOURCE")
+    terms: Path | None = setting(None, "a file of terms, one a line (UTF-8): how each tokenizer splits them")
+    sizes: list[Positive] = setting(
+        [4096, 8192, 16384, 32768, 65536],
+        "vocabulary sizes for which a tokenizer is trained on this text, to see how many tokens it would take",
+    )
+    output: Path = setting(Path("tokenizer-report"), "the directory to write, with report.html")
 
 
 class TrainingConfig(Verb):
@@ -85,8 +180,10 @@ class TrainingConfig(Verb):
     optimizer: Literal["auto", "adamw", "muon", "adafactor"] = setting(
         "auto", "muon: Muon for the matrices, AdamW for the rest; adafactor: the least memory"
     )
-    optimizer_states: Literal["fp32", "8bit", "host"] = setting(
-        "fp32", "what AdamW and Muon remember: as it is, in 8 bits, or on the host while the card trains"
+    optimizer_states: Literal["auto", "fp32", "8bit", "host"] = setting(
+        "auto",
+        "what AdamW and Muon remember: as it is, in 8 bits, or on the host while the card trains; auto: fp32, and 8bit "
+        "where that would not fit",
     )
     optimizer_in_backward: bool = setting(
         False, "step each weight as soon as its gradient is there: no gradient is kept (needs max_grad_norm = 0)"
@@ -109,15 +206,16 @@ class TrainingConfig(Verb):
         True, "compile each layer (needs a C++ compiler on a CPU); plain execution with a note otherwise"
     )
     cuda_graphs: bool = setting(False, "record each compiled layer as a CUDA graph: less overhead on small models")
-    activation_checkpointing: Literal["none", "selective", "full"] | Positive = setting(
-        "none",
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] | Positive = setting(
+        "auto",
         "what backward computes again instead of keeping it: selective (all but matrix products and attention), full "
-        "(whole layers), or a number n (every n-th layer)",
+        "(whole layers), or a number n (every n-th layer); auto: nothing, and what is needed where that would not fit",
     )
     activation_offload: bool = setting(False, "keep what backward needs in the memory of the host")
     activation_compression: Literal["none", "8bit"] = setting(
         "none", "keep what backward needs in 8 bits; its gradients are no longer exact"
     )
+    check_memory: bool = setting(True, "refuse a run that is predicted to need more memory than there is")
     evaluate_every: Positive | Auto = setting("auto", "updates between evaluations on held-out rows")
     save_every: Positive | Auto = setting("auto", "updates between checkpoints; auto: about once a minute")
     keep_last: Positive = setting(2, "checkpoints kept")
@@ -139,6 +237,10 @@ class TrainingConfig(Verb):
     )
     pause_above_celsius: PositiveNumber | Auto | None = setting(
         "auto", "wait for the card to cool above this temperature; auto: what its kind stands; none: never"
+    )
+    when_hot: Literal["pause", "slow"] = setting(
+        "pause",
+        "above that temperature: pause until the card is cooler; slow: rest after each update, as long as needed",
     )
     electricity_price: PositiveNumber | None = setting(None, "price of a kWh, to say what a run costs")
     currency: str = setting("", "what electricity_price is in, such as EUR or 元")
@@ -182,7 +284,9 @@ class PretrainConfig(TrainingConfig):
 class FinetuneConfig(TrainingConfig):
     """Teach a model to answer: supervised fine-tuning on chat rows, learning the answers only."""
 
-    model: Path = setting(Path("pretrain"), "a model or run directory", positional=True, metavar="MODEL")
+    model: Path = setting(
+        Path("pretrain"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
     sources: list[Source] = setting(..., "files, folders or globs of chat rows", metavar="SOURCE")
     output: Path = setting(Path("finetune"), "the run directory to write; the model lies in its model/")
     held_out: Fraction = setting(0.02, "share of the rows kept back to measure with")
@@ -198,6 +302,65 @@ class FinetuneConfig(TrainingConfig):
         "auto", "several rows in one, each attended alone; auto: wherever the model can keep them apart"
     )
     strict: bool = setting(False, "stop at the first bad row instead of dropping and counting it")
+
+
+class AlignConfig(FinetuneConfig):
+    """Learn from preferences: of two answers to a question the better one becomes likelier than the worse one."""
+
+    model: Path = setting(
+        Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
+    sources: list[Source] = setting(..., "files, folders or globs of rows with preferences", metavar="SOURCE")
+    output: Path = setting(Path("align"), "the run directory to write; the model lies in its model/")
+    max_length: Annotated[int, Field(ge=8)] | Auto = setting(
+        "auto", "tokens in a training row, which holds both answers of a question; auto: twice what most rows need"
+    )
+    method: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+        "dpo",
+        "dpo, ipo: against the model as it was; simpo, orpo: without it; kto: answers judged one by one (label)",
+    )
+    beta: PositiveNumber | Auto = setting(
+        "auto", "how far the model may move (larger: less; orpo: the weight of the comparison); auto: 0.1, simpo 2"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = setting(
+        0.0, "dpo: the share of the preferences that is believed to be the wrong way round"
+    )
+    length_normalised: bool = setting(False, "dpo: compare means over the tokens of an answer, not sums")
+    simpo_margin: float = setting(1.0, "simpo: how far the better answer shall be ahead", ge=0)
+    likelihood_weight: float = setting(0.0, "add so much of the chosen answer's mean cross-entropy to the loss", ge=0)
+
+
+class ClassifyConfig(FinetuneConfig):
+    """Learn to name the class of a text (sentiment, topic): one class, or several, with probabilities."""
+
+    model: Path = setting(
+        Path("pretrain"),
+        "a model or run directory: an encoder (BERT) or a language model",
+        positional=True,
+        metavar="MODEL",
+    )
+    sources: list[Source] = setting(
+        ..., "files, folders or globs of rows with text and label; or a named source for each class", metavar="SOURCE"
+    )
+    output: Path = setting(Path("classify"), "the run directory to write; the model lies in its model/")
+    held_out: Fraction = setting(0.1, "share of the texts kept back to measure with")
+    weight_decay: float = setting(0.01, "decoupled weight decay, on matrices only: never on norms and biases", ge=0)
+    max_length: Annotated[int, Field(ge=8)] | Auto = setting(
+        "auto", "tokens of a text, longer ones are cut at the end; auto: 512, or what the model can read"
+    )
+    label_field: str = setting("auto", "the key or column that holds the label; auto recognises the usual names")
+    several_labels: bool = setting(False, "a text may have several labels (a list), or none")
+    class_weights: Literal["none", "balanced"] = setting("none", "balanced: rare classes count as much as common ones")
+
+
+class PredictConfig(Verb):
+    """Name the classes of texts with a classifier."""
+
+    model: Path = setting(Path("classify"), "a classifier (from classify)", positional=True, metavar="MODEL")
+    sources: list[Source] = setting(..., "files, folders or globs of rows with text", metavar="SOURCE")
+    output: Path = setting(Path("predictions"), "the directory to write predictions.jsonl to")
+    label_field: str = setting("auto", "where rows have labels, the field they stand in: they are then compared")
+    strict: bool = setting(False, "stop at the first bad row instead of setting it aside")
 
 
 class RateSearch(Settings):
@@ -229,7 +392,9 @@ class FindFinetuneRateConfig(FinetuneConfig, RateSearch):
 class EvaluateConfig(Verb):
     """Measure a model on text that it has not seen."""
 
-    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    model: Path = setting(
+        Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
     corpus: Path | None = setting(Path("corpus"), "a corpus directory: bits per byte of its held-out documents")
     base: Path | None = setting(None, "a model to compare with, side by side")
     questions: list[Source] = setting(
@@ -250,7 +415,9 @@ class EvaluateConfig(Verb):
 class ServeConfig(Settings):
     """Serve a model over an OpenAI-compatible HTTP interface on this machine."""
 
-    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    model: Path = setting(
+        Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
     host: str = setting(
         "127.0.0.1", "address to listen on; anything else than 127.0.0.1 opens the model to the network"
     )
@@ -265,7 +432,9 @@ class ServeConfig(Settings):
 class ChatConfig(Settings):
     """Talk to a model in the terminal."""
 
-    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    model: Path = setting(
+        Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
     system: str = setting("", "system message put before the conversation")
     temperature: float = setting(0.7, "0 always takes the likeliest token", ge=0)
     top_p: float = setting(0.9, "nucleus sampling", ge=0, le=1)
@@ -336,6 +505,44 @@ class MemoryBenchConfig(Verb):
     compile: bool = setting(True, "compile each layer")
     only: list[str] = setting([], "measure only what has one of these words in its name, such as fp32", metavar="WORD")
     output: Path = setting(Path("memory"), "the directory to write the table to")
+
+
+class PlanConfig(Verb):
+    """Say what fits, how long it takes and what it costs, before anything runs: for a recipe, or for a model."""
+
+    recipe: Path | None = setting(
+        None, "a recipe: what it trains is planned, or what its table [plan] says", positional=True, metavar="RECIPE"
+    )
+    model: str = setting("", "a size (26M to 4B), a model directory, or a published model such as llama-3.1-8b")
+    card: str | None = setting(None, "a card such as 'RTX 4090'; none named: this machine")
+    method: Literal["full", "lora", "qlora"] = setting(
+        "full", "train all weights, adapters beside frozen ones, or adapters beside frozen weights of 4 bits"
+    )
+    lora_rank: Positive = setting(16, "rank of the adapters of lora and qlora")
+    target_modules: list[str] = setting([], "names of the layers that get adapters; none named: every linear layer")
+    max_length: Annotated[int, Field(ge=8)] | Auto = setting("auto", "tokens in a training row; auto: what is usual")
+    batch_size: Positive | Auto = setting("auto", "rows in a micro-batch")
+    gradient_accumulation_steps: Positive | Auto = setting("auto", "micro-batches in an update")
+    precision: Literal["auto", "fp32", "bf16", "fp16", "pure_bf16", "float8"] = setting("auto", "number format")
+    optimizer: Literal["auto", "adamw", "muon", "adafactor", "sgd"] = setting("auto", "auto: as a run would take")
+    optimizer_states: Literal["auto", "fp32", "8bit", "host"] = setting("auto", "what the optimizer remembers")
+    optimizer_in_backward: bool | Auto = setting("auto", "step each weight as soon as its gradient is there")
+    gradients: Literal["auto", "fp32", "bf16"] = setting("auto", "number format in which gradients are kept")
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] | Positive = setting(
+        "auto", "what backward computes again instead of keeping it"
+    )
+    activation_offload: bool | Auto = setting("auto", "keep what backward needs in the memory of the host")
+    activation_compression: Literal["auto", "none", "8bit"] = setting("auto", "keep what backward needs in 8 bits")
+    packing: bool = setting(True, "rows are full; else each holds one document, and the longest is max_length")
+    compile: bool = setting(True, "each layer is compiled")
+    tokens: PositiveNumber | None = setting(None, "tokens that the whole training sees, such as 2.5e9")
+    time_limit_minutes: PositiveNumber | None = setting(None, "with compute_optimal: how long it may take")
+    largest: bool = setting(False, "which is the largest model that fits, by this method and max_length")
+    longest_context: bool = setting(False, "which is the longest max_length that fits for this model")
+    compute_optimal: bool = setting(False, "which size is best for so many tokens, or so much time")
+    electricity_price: PositiveNumber | None = setting(None, "price of a kWh, to say what the training costs")
+    currency: str = setting("", "what electricity_price is in, such as EUR or 元")
+    output: Path | None = setting(None, "a directory to write report.html into, with the picture over the update")
 
 
 class DoctorConfig(Settings):

@@ -1,61 +1,41 @@
-"""Near-duplicates are found by estimate and judged by true similarity."""
+"""How alike two texts are, and the signatures by which candidates are found."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-from onecard.data.dedup import NearDuplicates, TextFile, bands_for, jaccard, shingles
+from onecard.data.dedup import bands_for, digests, estimate, jaccard, shingles, signatures
 
 FIRST = "机器学习模型需要大量高质量的数据才能取得好的效果，清洗数据往往比调整参数更重要。"
 SECOND = "机器学习模型需要大量高质量数据才能取得好的效果，清洗数据往往比调整参数更加重要！"
 
 
-def run(texts: list[str], folder: Path, threshold: float = 0.7) -> list[tuple[int, float] | None]:
-    found = []
-    with TextFile(folder / "texts") as kept:
-        near = NearDuplicates(threshold, kept)
-        for text in texts:
-            match = near.find(text)
-            found.append(match)
-            if match is None:
-                near.keep(kept.append(text))
-    return found
-
-
-def test_the_known_pair(tmp_path: Path) -> None:
+def test_the_known_pair() -> None:
     assert jaccard(shingles(FIRST), shingles(SECOND)) == pytest.approx(0.727, abs=0.001)
-    match = run([FIRST, "完全不同的一句话，说的是今天的天气和明天的安排。", SECOND], tmp_path)
-    assert match[:2] == [None, None]
-    assert match[2] is not None
-    assert match[2][0] == 0
-    assert match[2][1] == pytest.approx(0.727, abs=0.001)
 
 
-def test_a_higher_threshold_lets_the_pair_pass(tmp_path: Path) -> None:
-    assert run([FIRST, SECOND], tmp_path, threshold=0.75) == [None, None]
+def test_grams_of_characters_by_hand() -> None:
+    # 天地玄, 地玄黄, 玄黄 and a space, 黄 space a; each is three code points in one number.
+    by_hand = {
+        sum(ord(c) << (21 * (2 - i)) for i, c in enumerate(gram)) for gram in ("天地玄", "地玄黄", "玄黄 ", "黄 a")
+    }
+    assert set(shingles("天地玄黄　A").tolist()) == by_hand
+    assert list(shingles("天地玄黄　A")) == sorted(by_hand)
 
 
-def test_word_grams_for_spaced_text() -> None:
-    assert shingles("The cat sat  on\nthe mat") == {"the cat sat", "cat sat on", "sat on the", "on the mat"}
-    assert shingles("天地玄黄 A") == {"天地玄", "地玄黄", "玄黄 ", "黄 a"}
+def test_grams_of_words_by_hand() -> None:
+    grams = shingles("The cat sat  on\nthe mat")
+    assert len(grams) == 4  # the cat sat, cat sat on, sat on the, on the mat
+    assert set(shingles("THE CAT SAT").tolist()) < set(grams.tolist())
+    # the cat sat, cat sat on are common; of 4 + 3 two stand twice.
+    assert jaccard(grams, shingles("the cat sat on a")) == pytest.approx(2 / 5)
 
 
-def test_short_texts_are_not_equal_for_being_short(tmp_path: Path) -> None:
-    assert jaccard(set(), set()) == 0
-    assert run(["hello world", "other words", "好的", "不行", ""], tmp_path) == [None] * 5
-
-
-def test_the_most_similar_is_named(tmp_path: Path) -> None:
-    base = "".join(chr(0x4E00 + i) for i in range(200))
-    close = base[:190] + "".join(chr(0x6000 + i) for i in range(10))
-    further = base[:175] + "".join(chr(0x7000 + i) for i in range(25))
-    match = run([further, close, base], tmp_path, threshold=0.88)
-    # 198 grams each: further and base share 173 of 223, close and base 188 of 208.
-    assert match[0] is None
-    assert match[1] is None
-    assert match[2] == (1, pytest.approx(188 / 208))
+def test_short_texts_are_not_equal_for_being_short() -> None:
+    assert jaccard(shingles("好的"), shingles("好的")) == 0
+    found = signatures(["hello world", "other words", "好的", "不行", ""], bands_for(0.7))
+    assert not found.bands.any()
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 0.8, 0.9, 1.0])
@@ -65,11 +45,29 @@ def test_bands_find_pairs_at_the_threshold(threshold: float) -> None:
     assert (1 - threshold ** (128 // bands)) ** bands < 1e-3
 
 
-def test_texts_come_back_from_disk(tmp_path: Path) -> None:
-    with TextFile(tmp_path / "texts") as texts:
-        for text in ("一", "", "three\n👍"):
-            texts.append(text)
-        assert texts[1] == ""
-        assert list(texts) == ["一", "", "three\n👍"]
-        assert texts.append("x") == 3
-        assert texts[2] == "three\n👍"
+def test_signatures_depend_on_each_text_alone() -> None:
+    texts = [FIRST, "", "The cat sat on the mat and slept.", SECOND, "一", "a b", FIRST.replace("模型", "方法")]
+    together = signatures(texts, 32)
+    for place, text in enumerate(texts):
+        alone = signatures([text], 32)
+        assert np.array_equal(alone.bands[0], together.bands[place]), text
+        assert np.array_equal(alone.sketches[0], together.sketches[place]), text
+    assert together.bands[0].all()
+    assert not together.bands[1].any()
+
+
+def test_the_estimate_is_near_the_truth() -> None:
+    base = "".join(chr(0x4E00 + i) for i in range(400))
+    texts = [base[:keep] + "".join(chr(0x6000 + i) for i in range(400 - keep)) for keep in (400, 360, 300, 200, 0)]
+    sketches = signatures(texts, 32).sketches
+    for text, sketch in zip(texts, sketches):
+        true = jaccard(shingles(base), shingles(text))
+        assert estimate(sketches[:1], sketch[None])[0] == pytest.approx(true, abs=0.15)
+    assert estimate(sketches[:1], sketches[:1])[0] == 1
+
+
+def test_digests_tell_texts_apart() -> None:
+    found = digests([b"a", b"b", b"a", b""])
+    assert found.shape == (4, 2)
+    assert (found[0] == found[2]).all()
+    assert len({tuple(row) for row in found.tolist()}) == 3

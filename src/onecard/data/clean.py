@@ -1,127 +1,56 @@
 """`onecard clean`: text in any encoding becomes a corpus directory.
 
-Rows -> documents -> tidied -> language -> refused or not -> exact and near-duplicates -> split -> Parquet. Duplicates
-go before the split, so that no held-out document repeats a training one. One pass over the input; texts wait in a file
-on disk, so memory grows with the number of documents, not with their length.
+Rows -> documents -> steps (shards.py, on all cores) -> exact and near-duplicates (duplicates.py) -> split -> Parquet
+(publish.py). Duplicates go before the split, so that no held-out document repeats a training one. What is worked on
+lies in a hidden folder beside the output; after a kill the same command goes on there. Memory grows with the number
+of documents (about 100 bytes each), not with their length.
 
-Out: documents-*.parquet, rejected-00000.jsonl (the start of each refused text), report.json, report.html.
+Out: documents-*.parquet, rejected-*.jsonl (the start of each refused text), report.json, report.html.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
 from onecard.config import CleanConfig
-from onecard.data import clean_report, rules
-from onecard.data.corpus import Document, write_documents
-from onecard.data.dedup import NearDuplicates, TextFile, digest
-from onecard.data.documents import RawDocument, read_raw_documents
-from onecard.data.records import Rejection
-from onecard.data.rows import RejectionWriter
+from onecard.data import clean_report, preview, publish, refinery
+from onecard.data.duplicates import Table, Verdicts, decide, read_table
+from onecard.data.shards import arrays_of
 from onecard.data.sources import readable_label, source_files
 from onecard.data.split import held_out
+from onecard.data.workers import Workers, available_cores
 from onecard.errors import DataError
 from onecard.settings import Source
 
-LONGEST_REJECTED_CHARACTERS = 2000
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Below this, starting workers takes longer than what they save.
+_WORTH_WORKERS_BYTES = 4 << 20
+_EMPTY = {"read": 0, "kept": 0, "rejected": 0, "characters": 0, "bytes": 0, "held_out": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What is remembered of a kept document; its text has the same number in the TextFile."""
+class _Found:
+    """All that was decided: the documents, what they repeat, which are held out."""
 
-    id: str
-    source: str
-    language: str
-    characters: int
-    bytes: int
+    sources: list[Source]
+    tally: refinery.Tally
+    table: Table
+    verdicts: Verdicts
+    source_of: NDArray[np.int64]
+    held_out: NDArray[np.bool_]
 
-
-@dataclass
-class _Tally:
-    """Counts and examples that the report is made of."""
-
-    kept: list[_Kept] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
-    rejected_by_source: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    changed: list[clean_report.Change] = field(default_factory=list)
-    changed_count: int = 0
-
-
-class _Aside:
-    """Writes rejected-00000.jsonl and keeps count."""
-
-    def __init__(self, writer: RejectionWriter, tally: _Tally) -> None:
-        self._writer = writer
-        self._tally = tally
-
-    def add(self, reason: str, source: str, file: str, line: int, name: str, detail: str, text: str) -> None:
-        """Record one refused row or document."""
-        row: dict[str, Any] = {
-            "reason": reason,
-            "source": source,
-            "file": file,
-            "line": line,
-            "id": name,
-            "detail": detail,
-            "text": text[:LONGEST_REJECTED_CHARACTERS],
-        }
-        row = self._writer.add(row)
-        self._tally.rejected[reason] += 1
-        self._tally.rejected_by_source[source] += 1
-        if len(self._tally.examples[reason]) < clean_report.EXAMPLES:
-            self._tally.examples[reason].append(row)
-
-
-class _Cleaner:
-    """Takes documents one by one and decides."""
-
-    def __init__(self, config: CleanConfig, texts: TextFile, aside: _Aside, tally: _Tally) -> None:
-        self._config = config
-        self._texts = texts
-        self._aside = aside
-        self._tally = tally
-        self._seen: dict[bytes, int] = {}
-        self._near = NearDuplicates(config.near_duplicate_threshold, texts) if config.near_duplicates else None
-
-    def take(self, raw: RawDocument, label: str, language: str) -> None:
-        """Tidy, judge and keep (or set aside) one document."""
-        config = self._config
-        text = rules.normalise(raw.text)
-        verdict = rules.refusal(
-            text,
-            minimum_characters=config.minimum_characters,
-            maximum_repetition=config.maximum_repetition,
-            maximum_symbol_ratio=config.maximum_symbol_ratio,
-        ) or self._duplicate(text)
-        if verdict is not None:
-            self._aside.add(verdict[0], label, raw.file, raw.line, raw.id, verdict[1], raw.text)
-            return
-        number = self._texts.append(text)
-        self._seen[digest(text)] = number
-        if self._near is not None:
-            self._near.keep(number)
-        found = rules.language_of(text) if language == "auto" else language
-        self._tally.kept.append(_Kept(raw.id, label, found, len(text), len(text.encode())))
-        if text != raw.text:
-            self._tally.changed_count += 1
-            if len(self._tally.changed) < clean_report.CHANGES:
-                self._tally.changed.append(clean_report.Change(raw.id, raw.text, text))
-
-    def _duplicate(self, text: str) -> tuple[str, str] | None:
-        earlier = self._seen.get(digest(text))
-        if earlier is not None:
-            return "exact_duplicate", self._tally.kept[earlier].id
-        near = self._near.find(text) if self._near is not None else None
-        if near is None:
-            return None
-        return "near_duplicate", f"{self._tally.kept[near[0]].id} (similarity {near[1]:.3f})"
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """Which documents are kept."""
+        return self.verdicts.repeats < 0
 
 
 def clean(config: CleanConfig) -> dict[str, Any]:
@@ -130,36 +59,51 @@ def clean(config: CleanConfig) -> dict[str, Any]:
     `read` counts documents, and rows that were refused before they became one: read = kept + sum of rejected.
     DataError if nothing is left, for a source that is missing, and (with `strict`) at the first unreadable row.
     """
+    if config.dry_run is not None:
+        return preview.dry_run(config, config.dry_run)
     sources = _distinct(config.sources)
     files = [source_files(source) for source in sources]
     # A folder too, not its files alone: what is written into it would be read as text the next time.
     folders = [path for source in sources if (path := Path(source.path).expanduser()).is_dir()]
     inputs = [*folders, *(path for source in files for path in source)]
-    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
-        tally = _Tally()
-        waiting = directory / ".texts"
-        with (
-            TextFile(waiting) as texts,
-            RejectionWriter(directory / "rejected-00000.jsonl") as writer,
-        ):
-            _clean_sources(config, sources, files, texts, _Aside(writer, tally), tally)
-            if not tally.kept:
+    artifact.check_output(config.output, overwrite=config.overwrite, inputs=inputs)
+    with (
+        artifact.disk_faults(config.output),
+        refinery.working_folder(config.output, refinery.fingerprint(config, files)) as folder,
+    ):
+        with Workers(_worker_count(config, files)) as workers:
+            tally = refinery.make_shards(config, folder, sources, files, workers)
+            table = read_table(folder, tally.shards)
+            verdicts = decide(config, table, workers)
+            source_of = _source_of(tally, table)
+            if not (verdicts.repeats < 0).any():
                 raise _nothing_left(tally)
-            by_source: dict[str, list[str]] = {source.name: [] for source in sources}
-            for item in tally.kept:
-                by_source[item.source].append(item.id)
-            chosen = held_out(by_source, config.held_out, config.seed)
-            write_documents(directory, _documents(tally, texts, chosen))
-        waiting.unlink()
-        report = _report(tally, [source.name for source in sources], chosen)
-        artifact.write_json_atomically(directory / "report.json", report)
-        clean_report.page(report, tally.examples, tally.changed, [item.characters for item in tally.kept]).save(
-            directory / "report.html"
-        )
-        parents = [path for source in files for path in source]
-        artifact.write_manifest(directory, "corpus", settings=config.plain(), parents=parents, result=report)
+            chosen = _held_out(config, table, verdicts, source_of)
+            found = _Found(sources, tally, table, verdicts, source_of, chosen)
+            parts = list(publish.publish(table, verdicts, chosen, workers))
+        examples = publish.merged_examples([tally.examples, *(part["examples"] for part in parts)])
+        report = _report(found)
+        with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
+            for path in sorted((folder / "out").iterdir()):
+                if path.suffix in (".parquet", ".jsonl"):
+                    path.replace(directory / path.name)
+            artifact.write_json_atomically(directory / "report.json", report)
+            changed = [clean_report.Change(*texts) for at, *texts in tally.changed_examples if found.kept[at]]
+            lengths = table.characters[found.kept]
+            clean_report.page(report, examples, changed[: clean_report.CHANGES], lengths.tolist()).save(
+                directory / "report.html"
+            )
+            parents = [path for source in files for path in source]
+            artifact.write_manifest(directory, "corpus", settings=config.plain(), parents=parents, result=report)
     _show(config, report)
     return {**report, "output": str(config.output)}
+
+
+def _worker_count(config: CleanConfig, files: Sequence[Sequence[Path]]) -> int:
+    if config.workers != "auto":
+        return config.workers
+    size = sum(path.stat().st_size for paths in files for path in paths)
+    return available_cores() if size >= _WORTH_WORKERS_BYTES else 1
 
 
 def _distinct(sources: list[Source]) -> list[Source]:
@@ -174,39 +118,27 @@ def _distinct(sources: list[Source]) -> list[Source]:
     return made
 
 
-def _clean_sources(
-    config: CleanConfig,
-    sources: list[Source],
-    files: list[list[Path]],
-    texts: TextFile,
-    aside: _Aside,
-    tally: _Tally,
-) -> None:
-    cleaner = _Cleaner(config, texts, aside, tally)
-    sizes = {str(path): path.stat().st_size for paths in files for path in paths}
-    with console.progress("cleaning", sum(sizes.values()), "bytes") as bar:
-        done: Counter[str] = Counter()
-        for source in sources:
+def _source_of(tally: refinery.Tally, table: Table) -> NDArray[np.int64]:
+    """The source of each document."""
+    import numpy as np
 
-            def reject(rejection: Rejection, name: str = source.name) -> None:
-                place = f"{name}:{rejection.line}" if rejection.line else name
-                aside.add(rejection.reason, name, rejection.file, rejection.line, place, "", rejection.text)
-
-            for raw in read_raw_documents(source, strict=config.strict, reject=reject):
-                cleaner.take(raw, source.name, source.language)
-                # Bytes of text stand in for bytes of the file, which may be compressed or hold more than text.
-                advance = min(len(raw.text.encode("utf-8", "replace")), sizes[raw.file] - done[raw.file])
-                done[raw.file] += advance
-                bar.advance(advance, f"{len(tally.kept):,} kept")
-        bar.advance(sum(sizes.values()) - done.total(), f"{len(tally.kept):,} kept")
+    return np.repeat(np.array(tally.shard_sources, dtype=np.int64), np.diff(table.starts))
 
 
-def _documents(tally: _Tally, texts: TextFile, chosen: set[str]) -> Iterator[Document]:
-    for item, text in zip(tally.kept, texts):
-        yield Document(item.id, text, item.source, item.language, "held_out" if item.id in chosen else "train")
+def _held_out(config: CleanConfig, table: Table, verdicts: Verdicts, source_of: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which documents are held out: in each source those of the kept ones with the smallest ranks."""
+    import numpy as np
+
+    shards = range(len(table.starts) - 1)
+    ranks = np.concatenate([arrays_of(table.folder, shard, ["ranks"])[0] for shard in shards])
+    chosen = np.zeros(table.documents, dtype=bool)
+    for source in np.unique(source_of).tolist():
+        places = np.flatnonzero((source_of == source) & (verdicts.repeats < 0))
+        chosen[places[held_out(ranks[places], config.held_out)]] = True
+    return chosen
 
 
-def _nothing_left(tally: _Tally) -> DataError:
+def _nothing_left(tally: refinery.Tally) -> DataError:
     if not tally.rejected:
         return DataError("The sources hold no text.", "Give files with text.")
     reason, count = max(tally.rejected.items(), key=lambda pair: (pair[1], pair[0]))
@@ -225,31 +157,55 @@ def _nothing_left(tally: _Tally) -> DataError:
     )
 
 
-def _report(tally: _Tally, labels: list[str], chosen: set[str]) -> dict[str, Any]:
-    empty = {"read": 0, "kept": 0, "rejected": 0, "characters": 0, "bytes": 0, "held_out": 0}
-    by_source: dict[str, dict[str, int]] = {label: dict(empty) for label in labels}
-    by_language: dict[str, dict[str, int]] = {}
-    for label, count in tally.rejected_by_source.items():
-        by_source[label]["rejected"] = by_source[label]["read"] = count
-    for item in tally.kept:
-        by_source[item.source]["read"] += 1
-        language = by_language.setdefault(item.language, {"kept": 0, "characters": 0, "bytes": 0, "held_out": 0})
-        for group in (by_source[item.source], language):
-            group["kept"] += 1
-            group["characters"] += item.characters
-            group["bytes"] += item.bytes
-            group["held_out"] += item.id in chosen
+def _report(found: _Found) -> dict[str, Any]:
+    import numpy as np
+
+    rejected = found.tally.rejected + publish.rejected_counts(found.verdicts)
+    language_of, languages = publish.languages_of(found.table)
+    changed = np.concatenate(
+        [arrays_of(found.table.folder, shard, ["changed"])[0] for shard in range(found.tally.shards)]
+    )
+    labels = [source.name for source in found.sources]
+    by_source = _grouped(found, found.source_of, labels, {label: dict(_EMPTY) for label in labels})
+    repeated = np.bincount(found.source_of[~found.kept], minlength=len(labels)).tolist()
+    for label, count in zip(labels, repeated):
+        group = by_source[label]
+        group["rejected"] = found.tally.rejected_by_source[label] + count
+        group["read"] = group["kept"] + group["rejected"]
+    empty = {"kept": 0, "characters": 0, "bytes": 0, "held_out": 0}
+    by_language = _grouped(found, language_of, languages, {label: dict(empty) for label in languages})
+    kept = found.kept
     return {
-        "read": len(tally.kept) + tally.rejected.total(),
-        "kept": len(tally.kept),
-        "rejected": dict(sorted(tally.rejected.items(), key=lambda pair: (-pair[1], pair[0]))),
-        "characters": sum(item.characters for item in tally.kept),
-        "bytes": sum(item.bytes for item in tally.kept),
-        "held_out": len(chosen),
-        "changed": tally.changed_count,
+        "read": int(kept.sum()) + rejected.total(),
+        "kept": int(kept.sum()),
+        "rejected": dict(sorted(rejected.items(), key=lambda pair: (-pair[1], pair[0]))),
+        "characters": int(found.table.characters[kept].sum(dtype=np.int64)),
+        "bytes": int(found.table.lengths[kept].sum(dtype=np.int64)),
+        "held_out": int(found.held_out.sum()),
+        "changed": int((changed & kept).sum()),
+        "changes": dict(sorted(found.tally.changes.items())),
         "by_source": by_source,
-        "by_language": dict(sorted(by_language.items())),
+        "by_language": dict(sorted((name, group) for name, group in by_language.items() if group["kept"])),
     }
+
+
+def _grouped(
+    found: _Found, group_of: NDArray[np.int64], labels: list[str], groups: dict[str, dict[str, int]]
+) -> dict[str, dict[str, int]]:
+    """Counts of the kept documents of each group."""
+    import numpy as np
+
+    of = group_of[found.kept]
+    weights: dict[str, NDArray[Any]] = {
+        "kept": np.ones(len(of), dtype=np.int64),
+        "characters": found.table.characters[found.kept],
+        "bytes": found.table.lengths[found.kept],
+        "held_out": found.held_out[found.kept],
+    }
+    for key, values in weights.items():
+        for label, total in zip(labels, np.bincount(of, weights=values, minlength=len(labels)).tolist()):
+            groups[label][key] = int(total)
+    return groups
 
 
 def _show(config: CleanConfig, report: dict[str, Any]) -> None:

@@ -1,140 +1,207 @@
-"""Near-duplicates: MinHash finds candidates, their true similarity decides.
+"""How alike two texts are: sets of 3-grams as sorted numbers, their Jaccard index, and MinHash signatures of many.
 
-In: texts one after another, in the order in which the first of two is to be kept. Out: for each, the earlier kept text
-that it repeats, if any. Texts themselves lie in a file on disk; memory holds about 3 KB for each kept text.
-
-Similarity is the Jaccard index of the sets of character 3-grams (text written without spaces) or word 3-grams.
-MinHash: Broder 1997; banding: Indyk and Motwani 1998. Every candidate pair is verified, so nothing is removed by an
-estimate; a pair at the threshold is missed with a chance below 1 in 1,000.
+In: texts. Out: arrays. Grams are of characters where words are not spaced (exact: three code points are one number),
+else of words (64-bit hashes). MinHash: Broder 1997; banding: Indyk and Motwani 1998. Signatures only find candidates
+(duplicates.py verifies every pair): a pair at the threshold is missed with a chance below 1 in 1,000.
 """
 
 from __future__ import annotations
 
-import array
-import struct
-from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from onecard.data import rules
 
-_PERMUTATIONS = 128
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Hashes = NDArray[np.uint64]
+
+PERMUTATIONS = 128
 _SEED = 1
 _GRAM = 3
-# The estimate of 128 permutations deviates by about 0.04; five times that below the threshold cannot be a match.
-_ESTIMATE_MARGIN = 0.2
+_WORD_CACHE_ENTRIES = 500_000
 
 
-class TextFile:
-    """Texts on disk, appended in order and read back by number."""
+@dataclass(frozen=True, slots=True)
+class Signatures:
+    """Of n texts: `bands` (n, bands), 0 in all bands of a text without grams; `sketches` (n, 128), the low bytes of the
+    hashes, from which `estimate` tells how alike two texts seem."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
-        self._offsets = array.array("q", [0])
-
-    def __enter__(self) -> TextFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def append(self, text: str) -> int:
-        """Store a text and return its number, counted from 0."""
-        data = text.encode("utf-8", "surrogatepass")
-        self._file.seek(self._offsets[-1])
-        self._file.write(data)
-        self._offsets.append(self._offsets[-1] + len(data))
-        return len(self) - 1
-
-    def __getitem__(self, number: int) -> str:
-        start, end = self._offsets[number], self._offsets[number + 1]
-        self._file.seek(start)
-        return self._file.read(end - start).decode("utf-8", "surrogatepass")
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[number] for number in range(len(self)))
+    bands: NDArray[np.uint32]
+    sketches: NDArray[np.uint8]
 
 
-def shingles(text: str) -> set[str]:
-    """The set of 3-grams by which a text is compared: of characters where words are not spaced, else of words.
+def shingles(text: str) -> Hashes:
+    """The set of 3-grams by which a text is compared, sorted: of characters where words are not spaced, else of words.
 
     Runs of spaces count as one, and case does not count. A text shorter than a 3-gram has none.
     """
-    words = text.casefold().split()
-    if rules.is_unspaced(text):
-        joined = " ".join(words)
-        return {joined[i : i + _GRAM] for i in range(len(joined) - _GRAM + 1)}
-    return {" ".join(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)}
+    import numpy as np
+
+    grams = (
+        _character_grams([folded(text)])[0] if rules.is_unspaced(text) else _word_grams([text.casefold().split()])[0]
+    )
+    return np.unique(grams)
 
 
-def jaccard(first: set[str], second: set[str]) -> float:
+def jaccard(first: Hashes, second: Hashes) -> float:
     """Size of the intersection over that of the union; 0 if both are empty (nothing to compare is not equality)."""
-    union = len(first | second)
-    return len(first & second) / union if union else 0.0
+    import numpy as np
+
+    both = len(first) + len(second)
+    if not both:
+        return 0.0
+    # Sorted sets laid together: what stands twice is common.
+    together = np.concatenate((first, second))
+    together.sort()
+    common = int(np.count_nonzero(together[1:] == together[:-1]))
+    return common / (both - common)
 
 
 def bands_for(threshold: float) -> int:
     """How many bands of the 128 hashes: the fewest that miss a pair at the threshold less than once in 1,000."""
     for rows in (16, 8, 4, 2):
-        bands = _PERMUTATIONS // rows
+        bands = PERMUTATIONS // rows
         if (1 - threshold**rows) ** bands < 1e-3:
             return bands
-    return _PERMUTATIONS
+    return PERMUTATIONS
 
 
-class NearDuplicates:
-    """Finds for each text the most similar earlier kept one at or above `threshold`."""
+def signatures(texts: Sequence[str], bands: int) -> Signatures:
+    """MinHash signatures of many texts in one pass, cut into `bands`."""
+    import numpy as np
 
-    def __init__(self, threshold: float, texts: TextFile) -> None:
-        from rensa import RMinHashLSH
-
-        self._threshold = threshold
-        self._texts = texts
-        self._index = RMinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(threshold))
-        self._signatures: dict[int, Any] = {}
-
-    def find(self, text: str) -> tuple[int, float] | None:
-        """(number in the TextFile, true similarity) of the text that this one repeats, or None.
-
-        After None the caller appends the text to the TextFile and calls `keep` with its number.
-        """
-        from rensa import RMinHash
-
-        grams = shingles(text)
-        self._pending = None
-        if not grams:
-            return None
-        signature = RMinHash(num_perm=_PERMUTATIONS, seed=_SEED)
-        signature.update(grams)
-        best: tuple[int, float] | None = None
-        for number in sorted(self._index.query(signature)):
-            if signature.jaccard(self._signatures[number]) < self._threshold - _ESTIMATE_MARGIN:
-                continue
-            similarity = jaccard(grams, shingles(self._texts[number]))
-            if similarity >= self._threshold and (best is None or similarity > best[1]):
-                best = number, similarity
-        if best is None:
-            self._pending = signature
-        return best
-
-    _pending: Any = None
-
-    def keep(self, number: int) -> None:
-        """Make the text of the last `find` one that later texts are compared with."""
-        if self._pending is not None:
-            self._index.insert(number, self._pending)
-            self._signatures[number] = self._pending
-            self._pending = None
+    made = Signatures(
+        np.zeros((len(texts), bands), dtype=np.uint32), np.zeros((len(texts), PERMUTATIONS), dtype=np.uint8)
+    )
+    unspaced = [rules.is_unspaced(text) for text in texts]
+    for of_characters in (True, False):
+        places = [place for place, one in enumerate(unspaced) if one is of_characters]
+        if not places:
+            continue
+        if of_characters:
+            grams, counts = _character_grams([folded(texts[place]) for place in places])
+        else:
+            grams, counts = _word_grams([texts[place].casefold().split() for place in places])
+        hashes = _minimal_hashes(grams, counts)
+        made.sketches[places] = (hashes & 0xFF).astype(np.uint8)
+        rows = hashes.reshape(len(places), bands, PERMUTATIONS // bands).astype(np.uint64)
+        joined = (_mixed((rows * _weights(rows.shape[2])).sum(axis=2, dtype=np.uint64)) >> np.uint64(32)).astype(
+            np.uint32
+        )
+        joined[joined == 0] = 1
+        joined[counts == 0] = 0
+        made.bands[places] = joined
+    return made
 
 
-def digest(text: str) -> bytes:
-    """16 bytes that stand for a text where equality is asked."""
+def _minimal_hashes(grams: Hashes, counts: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """(texts, 128): the smallest value of each of 128 hash functions over the grams of each text."""
+    import numpy as np
+    from rensa import RMinHash
+
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.uint64)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(_mixed(grams), starts, PERMUTATIONS, _SEED)
+    return np.array(matrix.to_rows(), dtype=np.uint32).reshape(len(counts), PERMUTATIONS)
+
+
+def estimate(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """How alike texts seem by their sketches, pair by pair: of equal sets 1; it deviates by about 0.045."""
+    import numpy as np
+
+    equal: NDArray[np.float64] = np.count_nonzero(first == second, axis=1) / np.float64(PERMUTATIONS)
+    return (equal - 1 / 256) / (1 - 1 / 256)  # one low byte in 256 is equal by chance
+
+
+def digests(texts: Sequence[bytes]) -> Hashes:
+    """(n, 2): 128 bits that stand for each text where equality is asked."""
+    import numpy as np
     import xxhash
 
-    return struct.pack(">QQ", *divmod(xxhash.xxh3_128_intdigest(text.encode("utf-8", "surrogatepass")), 1 << 64))
+    joined = b"".join(map(xxhash.xxh3_128_digest, texts))
+    return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(len(texts), 2)
+
+
+def folded(text: str) -> str:
+    """Without case, and with one space for every run of them."""
+    return " ".join(text.casefold().split())
+
+
+def _character_grams(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
+    """The 3-grams of all texts one after another, with repetitions, and how many each text has."""
+    import numpy as np
+
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64)
+    if len(codes) < _GRAM:
+        return np.empty(0, dtype=np.uint64), np.zeros(len(texts), dtype=np.int64)
+    grams = (codes[:-2] << np.uint64(42)) | (codes[1:-1] << np.uint64(21)) | codes[2:]
+    return _within(grams, lengths)
+
+
+def _word_grams(texts: Sequence[list[str]]) -> tuple[Hashes, NDArray[np.int64]]:
+    """The same of words."""
+    import numpy as np
+
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    total = int(lengths.sum())
+    if total < _GRAM:
+        return np.empty(0, dtype=np.uint64), np.zeros(len(texts), dtype=np.int64)
+    known = _word_ids().__getitem__
+    ids = np.fromiter((known(word) for words in texts for word in words), dtype=np.uint64, count=total)
+    first, second, third = _weights(_GRAM)
+    return _within(ids[:-2] * first + ids[1:-1] * second + ids[2:] * third, lengths)
+
+
+def _within(grams: Hashes, lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
+    """Without the grams that begin in one text and end in another."""
+    import numpy as np
+
+    ends = np.cumsum(lengths)
+    last_two = np.concatenate((ends - 1, ends - 2))
+    inside = np.ones(len(grams) + 2, dtype=bool)
+    inside[last_two[last_two >= 0]] = False
+    return grams[inside[:-2]], np.maximum(lengths - 2, 0)
+
+
+class _WordIds(dict[str, int]):
+    """Words and their hashes; begun anew when it grows too large."""
+
+    def __missing__(self, word: str) -> int:
+        import xxhash
+
+        if len(self) >= _WORD_CACHE_ENTRIES:
+            self.clear()
+        made = self[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
+        return made
+
+
+@functools.cache
+def _word_ids() -> _WordIds:
+    return _WordIds()
+
+
+@functools.cache
+def _weights(count: int) -> Hashes:
+    """Odd 64-bit numbers, fixed for ever, by which a sequence becomes one number."""
+    import numpy as np
+
+    made = _mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+    made.setflags(write=False)
+    return made
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Each number with its bits spread, one to one (the finaliser of SplitMix64)."""
+    import numpy as np
+
+    made = values + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        made ^= made >> np.uint64(shift)
+        made *= np.uint64(factor)
+    made ^= made >> np.uint64(31)
+    return made

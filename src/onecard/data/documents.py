@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from onecard import console
+from onecard.data import cutting
 from onecard.data.fields import TEXT_FIELDS, as_text
-from onecard.data.records import Rejection, Row, read_rows, refuse
+from onecard.data.records import Rejection, Row, read_items, refuse
 from onecard.data.sources import name_in_source, source_files
 from onecard.errors import DataError
 from onecard.settings import Source
@@ -35,26 +36,30 @@ class _Names:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._files: dict[str, str] = {}
+        self._file = self._prefix = ""
         self._used: dict[str, int] = {}
 
     def __call__(self, file: str, part: str) -> str:
-        if file not in self._files:
-            self._files[file] = name_in_source(self._source, Path(file))
-        name = f"{self._files[file]}:{part}"
-        count = self._used[name] = self._used.get(name, 0) + 1
+        if file != self._file:
+            self._file, self._prefix = file, name_in_source(self._source, Path(file))
+            self._used.clear()
+        if not self._source.group_by and part not in self._used:
+            self._used.clear()  # lines come one after another; the keys of group_by may come back
+        count = self._used[part] = self._used.get(part, 0) + 1
+        name = f"{self._prefix}:{part}"
         return name if count == 1 else f"{name}.{count}"
 
 
 class _FieldFinder:
     """Finds the text in rows; warns of each file that has none, and raises if no file has."""
 
-    def __init__(self, field: str, *, alone: bool) -> None:
+    def __init__(self, field: str, *, alone: bool, found_before: bool) -> None:
         self._field = field
         self._alone = alone
         self._file = ""
         self._rows = 0
-        self._found = self._found_before = False
+        self._found = False
+        self._found_before = found_before
         self._columns: dict[str, None] = {}
         self._first_fault: DataError | None = None
 
@@ -64,7 +69,7 @@ class _FieldFinder:
             self._end_file()
             self._file, self._rows, self._found, self._columns = row.file, 0, False, {}
         self._rows += 1
-        found = _text_of(row.values, self._field)
+        found = text_of(row.values, self._field)
         if found is not None:
             self._found = self._found_before = True
         elif not self._found and self._rows <= _ROWS_BEFORE_GIVING_UP:
@@ -94,7 +99,7 @@ class _FieldFinder:
         self._first_fault = self._first_fault or fault
 
 
-def _text_of(values: dict[str, Any], field: str) -> str | None:
+def text_of(values: dict[str, Any], field: str) -> str | None:
     if field != "auto":
         return as_text(values.get(field))
     by_name = {str(key).strip().lower(): value for key, value in values.items()}
@@ -102,22 +107,38 @@ def _text_of(values: dict[str, Any], field: str) -> str | None:
 
 
 def read_raw_documents(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[RawDocument]:
-    """Stream the documents of a source; with group_by, rows in sequence with equal keys are joined by line ends.
+    """The documents of `read_raw_items`; rejections go to `reject` or, with `strict`, end the work as DataError."""
+    for item in read_raw_items(source):
+        if isinstance(item, RawDocument):
+            yield item
+        else:
+            refuse(item, strict=strict, reject=reject)
 
-    Rejections: those of reading, missing_text and missing_group_key. A file without text costs a warning; DataError
-    names its fields if no file of the source has text, and those of a file in which a key of group_by never occurs.
+
+def read_raw_items(source: Source, *, first_file: int = 0) -> Iterator[RawDocument | Rejection]:
+    """Stream the documents of a source, and what could not become one; from one of its files on.
+
+    With group_by, rows in sequence with equal keys are joined by line ends. A text of more than a million characters
+    becomes several documents. Rejections: those of reading, missing_text and missing_group_key. A file without text
+    costs a warning; DataError names its fields if no file of the source has text, and those of a file in which a key of
+    group_by never occurs.
     """
     names = _Names(source)
-    finder = _FieldFinder(source.field, alone=len(source_files(source)) == 1)
+    finder = _FieldFinder(source.field, alone=len(source_files(source)) == 1, found_before=first_file > 0)
     group: list[tuple[Row, str]] = []
     group_key: tuple[str, list[str]] | None = None
-    for row in read_rows(source, strict=strict, reject=reject):
+    size = 0
+    for row in read_items(source, first_file=first_file):
+        if not isinstance(row, Row):
+            yield row
+            continue
         text = finder.text(row)
         if text is None:
-            refuse(Rejection("missing_text", row.file, row.line, str(row.values)), strict=strict, reject=reject)
+            yield Rejection("missing_text", row.file, row.line, str(row.values)[: cutting.LONGEST_TEXT_CHARACTERS])
             continue
         if not source.group_by:
-            yield RawDocument(names(row.file, str(row.line)), text, row.file, row.line)
+            for piece in cutting.pieces(text):
+                yield RawDocument(names(row.file, str(row.line)), piece, row.file, row.line)
             continue
         missing = [key for key in source.group_by if row.values.get(key) is None]
         if missing and group_key is None:
@@ -128,19 +149,23 @@ def read_raw_documents(source: Source, *, strict: bool, reject: Callable[[Reject
                 line=row.line,
             )
         if missing:
-            refuse(Rejection("missing_group_key", row.file, row.line, text), strict=strict, reject=reject)
+            yield Rejection("missing_group_key", row.file, row.line, text)
             continue
         key = (row.file, [str(row.values[name]) for name in source.group_by])
-        if key != group_key and group:
-            yield _joined(group, names(group[0][0].file, "/".join(group_key[1] if group_key else [])))
-            group = []
+        if group and (key != group_key or size > cutting.LONGEST_TEXT_CHARACTERS):
+            yield from _joined(group, group_key, names)
+            group, size = [], 0
         group_key = key
         group.append((row, text))
-    if group and group_key:
-        yield _joined(group, names(group[0][0].file, "/".join(group_key[1])))
+        size += len(text)
+    yield from _joined(group, group_key, names)
     finder.finish()
 
 
-def _joined(group: list[tuple[Row, str]], name: str) -> RawDocument:
-    first = group[0][0]
-    return RawDocument(name, "\n".join(text for _, text in group), first.file, first.line)
+def _joined(
+    group: list[tuple[Row, str]], key: tuple[str, list[str]] | None, names: Callable[[str, str], str]
+) -> Iterator[RawDocument]:
+    if group and key is not None:
+        first = group[0][0]
+        for piece in cutting.pieces("\n".join(text for _, text in group)):
+            yield RawDocument(names(first.file, "/".join(key[1])), piece, first.file, first.line)

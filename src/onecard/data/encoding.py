@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import codecs
 import functools
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from onecard.data import cutting
 from onecard.errors import ConfigError
 
 SAMPLE_BYTES = 1 << 18
@@ -107,10 +109,14 @@ def inspect(open_bytes: OpenBytes, encoding: str = "auto") -> TextFormat:
     return found
 
 
-def read_lines(open_bytes: OpenBytes, text_format: TextFormat) -> Iterator[str]:
-    """The physical lines with their line ends as they stand in the file; `DAMAGED` marks undecodable places."""
-    end = "\r" if text_format.carriage_returns else "\n"
+def read_lines(open_bytes: OpenBytes, text_format: TextFormat, longest: int = sys.maxsize) -> Iterator[str]:
+    """The physical lines with their line ends as they stand in the file; `DAMAGED` marks undecodable places.
+
+    A line of more than `longest` characters comes in pieces, of which the last alone has the line end.
+    """
+    end = line_end(text_format)
     pieces: list[str] = []
+    held = 0
     first = True
     for text in _decode(open_bytes, text_format.encoding):
         if first:
@@ -118,14 +124,31 @@ def read_lines(open_bytes: OpenBytes, text_format: TextFormat) -> Iterator[str]:
             first = False
         start = 0
         while (position := text.find(end, start)) >= 0:
-            pieces.append(text[start : position + 1])
-            yield "".join(pieces)
-            pieces.clear()
+            if pieces:
+                pieces.append(text[start : position + 1])
+                yield "".join(pieces)
+                pieces.clear()
+                held = 0
+            else:
+                yield text[start : position + 1]
             start = position + 1
         if start < len(text):
             pieces.append(text[start:])
+            held += len(text) - start
+        if held > longest:
+            whole = "".join(pieces)
+            while len(whole) > longest:
+                cut = cutting.best_cut(whole, longest // 2, longest)
+                yield whole[:cut]
+                whole = whole[cut:]
+            pieces, held = [whole], len(whole)
     if pieces:
         yield "".join(pieces)
+
+
+def line_end(text_format: TextFormat) -> str:
+    """The character that ends the lines of a file."""
+    return "\r" if text_format.carriage_returns else "\n"
 
 
 def strip_line_end(line: str) -> str:

@@ -1,93 +1,121 @@
 """One reader for each file format: an open file becomes rows and rejections, each with its physical line.
 
 In: a path of sources.py and, for text files, the rule that says what a document is. Out: a stream of Row and Rejection
-in the order of the file. Lines are counted from 1; a Parquet file has rows instead of lines. What rows mean (which
-field is the text, who speaks in a chat) is not known here; fields.py says whether an object is a row at all.
+in the order of the file. Lines are counted from 1; a Parquet file has rows instead of lines, a book chapters. What
+rows mean (which field is the text, who speaks in a chat) is not known here; fields.py says what is a row at all.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import re
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from onecard import console
 from onecard.data import encoding, sources
-from onecard.data.encoding import DAMAGED, TextFormat, strip_line_end
+from onecard.data.archives import members
+from onecard.data.cutting import LONGEST_ROW_CHARACTERS, LONGEST_TEXT_CHARACTERS
+from onecard.data.encoding import DAMAGED, OpenBytes, TextFormat, strip_line_end
 from onecard.data.fields import is_row
+from onecard.data.json_rows import read_json, read_json_lines, row_of
+from onecard.data.markup import html_text, read_book, stated_encoding
 from onecard.data.rows import Item, Lines, Rejection, Row
 from onecard.data.tables import read_parquet, read_table
 
-# With split = auto a text longer than this is cut at a line end, so that one huge file is not one huge document.
-LONGEST_TEXT_CHARACTERS = 4_000_000
 _LINES_LOOKED_AT = 2000
+_BOOKS = (".epub", ".docx", ".pdf")
+_WEB_PAGES = (".html", ".htm", ".xhtml")
 
 
 def read_file(path: Path, *, encoding_name: str = "auto", split: str = "auto") -> Iterator[Item]:
     """Read one file of a known format. Damage is a Rejection, never an exception."""
     kind = sources.file_format(path)
+    if kind == ".zip":
+        yield from _guarded(str(path), _read_archive(path, encoding_name, split))
+        return
+    opener = functools.partial(sources.open_bytes, path)
+    yield from _read_opened(str(path), kind, opener, encoding_name, split)
+
+
+def _read_archive(path: Path, encoding_name: str, split: str) -> Iterator[Item]:
+    for member in members(path):
+        file = f"{path}/{member.name}"
+        if member.fault:
+            yield Rejection(member.fault, file, 0, "")
+            continue
+        kind = sources.file_format(Path(member.name))
+        yield from _read_opened(file, None if kind == ".zip" else kind, member.open, encoding_name, split)
+
+
+def _read_opened(file: str, kind: str | None, open_bytes: OpenBytes, encoding_name: str, split: str) -> Iterator[Item]:
     if kind is None:
-        yield Rejection("unsupported_file", str(path), 0, "")
+        yield Rejection("unsupported_file", file, 0, "")
         return
     if kind == ".parquet":
-        yield from _guarded(path, read_parquet(path))
+        yield from _guarded(file, read_parquet(file, open_bytes))
         return
-    open_bytes = functools.partial(sources.open_bytes, path)
+    if kind in _BOOKS:
+        yield from _guarded(file, _in_parts(read_book(file, kind, open_bytes), split))
+        return
     try:
+        if kind in _WEB_PAGES and encoding_name == "auto":
+            encoding_name = stated_encoding(open_bytes)
         text_format = encoding.inspect(open_bytes, encoding_name)
     except encoding.NotText as fault:
-        yield Rejection(fault.reason, str(path), 0, "")
+        yield Rejection(fault.reason, file, 0, "")
         return
     except _damage() as fault:
-        yield Rejection("damaged_file", str(path), 0, str(fault))
+        yield Rejection("damaged_file", file, 0, str(fault))
         return
-    lines = functools.partial(encoding.read_lines, open_bytes, text_format)
-    yield from _guarded(path, _read_text_format(kind, str(path), lines, text_format, split))
+    lines = functools.partial(encoding.read_lines, open_bytes, text_format, LONGEST_ROW_CHARACTERS)
+    yield from _guarded(file, _read_text_format(kind, file, open_bytes, lines, text_format, split))
 
 
-def _read_text_format(kind: str, file: str, lines: Lines, text_format: TextFormat, split: str) -> Iterator[Item]:
+def _read_text_format(
+    kind: str, file: str, open_bytes: OpenBytes, lines: Lines, text_format: TextFormat, split: str
+) -> Iterator[Item]:
     match kind:
         case ".txt" | ".md":
-            return _read_text(file, lines, text_format, split)
+            pieces = functools.partial(encoding.read_lines, open_bytes, text_format, LONGEST_TEXT_CHARACTERS)
+            return _read_text(file, pieces, text_format, split)
         case ".jsonl":
-            return _read_json_lines(file, lines)
+            return read_json_lines(file, lines)
         case ".json":
-            return _read_json(file, lines)
+            return read_json(file, lines)
         case ".csv" | ".tsv":
             return read_table(file, lines, kind)
-        case _:
+        case ".yml" | ".yaml":
             return _read_yaml(file, lines)
+        case _:
+            return _in_parts(iter([Row({"text": html_text(lines())}, file, 1)]), split)
 
 
 def _damage() -> tuple[type[BaseException], ...]:
     """What reading a damaged compressed file raises. OSError is both BadGzipFile and a disk that cannot be read."""
     import lzma
+    import zipfile
     import zlib
 
     import zstandard
 
-    return (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError)
+    return (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError, zipfile.BadZipFile)
 
 
-def _guarded(path: Path, items: Iterator[Item]) -> Iterator[Item]:
+def _guarded(file: str, items: Iterator[Item]) -> Iterator[Item]:
     """A file that breaks off in the middle gives what stood before, then a rejection."""
     try:
         yield from items
     except _damage() as fault:
-        yield Rejection("damaged_file", str(path), 0, str(fault))
+        yield Rejection("damaged_file", file, 0, str(fault))
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
 
 
-def _read_text(file: str, lines: Lines, text_format: TextFormat, split: str) -> Iterator[Item]:
-    longest = sys.maxsize
+def _read_text(file: str, pieces: Lines, text_format: TextFormat, split: str) -> Iterator[Item]:
+    """`pieces`: lines, the longest of them in several pieces. A text that grows too long is cut between two of them."""
     if split == "auto":
-        split, longest = choose_split(lines()), LONGEST_TEXT_CHARACTERS
+        split = choose_split(pieces())
         if split == "line":
             console.note(f"{file}: each line is taken as a document (long lines); set split to say otherwise.")
     if split == "file" and text_format.damaged_places:
@@ -95,23 +123,40 @@ def _read_text(file: str, lines: Lines, text_format: TextFormat, split: str) -> 
             f"{file}: {text_format.damaged_places} places could not be decoded as {text_format.encoding}; "
             "each became U+FFFD."
         )
+    yield from _cut(file, pieces(), encoding.line_end(text_format), split)
+
+
+def _cut(file: str, pieces: Iterable[str], end: str, split: str) -> Iterator[Item]:
     block: list[str] = []
     characters = first = 0
-    for number, line in enumerate(lines(), 1):
-        text = strip_line_end(line)
-        blank = not text.strip(" \t\u3000\0")
-        ends = split == "line" or (split == "paragraph" and blank) or characters > longest
-        if ends and block:
+    number, complete = 1, True
+    for piece in pieces:
+        text = strip_line_end(piece)
+        blank = complete and not text.strip(" \t\u3000\0")
+        ends = split == "line" or (split == "paragraph" and blank) or characters > LONGEST_TEXT_CHARACTERS
+        if block and (ends or not complete):
             yield _text_row(file, first, block, split)
             block, characters = [], 0
-        if not block and blank:
-            continue
-        if not block:
-            first = number
-        block.append(text)
-        characters += len(text) + 1
+        if block or not blank:
+            first = first if block else number
+            block.append(text)
+            characters += len(text) + 1
+        complete = piece.endswith(end)
+        number += complete
     if block:
         yield _text_row(file, first, block, split)
+
+
+def _in_parts(rows: Iterator[Item], split: str) -> Iterator[Item]:
+    """The rows of a book or page as they are, or their lines or paragraphs, each at the place of the whole."""
+    for row in rows:
+        if split not in ("line", "paragraph") or not isinstance(row, Row):
+            yield row
+            continue
+        lines = (f"{line}\n" for line in row.values["text"].split("\n"))
+        for item in _cut(row.file, lines, "\n", split):
+            assert isinstance(item, Row)
+            yield Row(item.values, row.file, row.line)
 
 
 def _text_row(file: str, line: int, block: list[str], split: str) -> Item:
@@ -139,135 +184,6 @@ def choose_split(lines: Iterable[str]) -> str:
     return "line" if len(lengths) >= 20 and sum(lengths) / len(lengths) >= 120 else "file"
 
 
-# --- JSON ---------------------------------------------------------------------------------------------------------
-
-_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
-_JSON_SPACE = re.compile(r"[ \t\r\n\0\ufeff]*")
-
-
-# Python's parser would make a float of NaN and Infinity, which no JSON has; a writer that had no value wrote them.
-_decoder = json.JSONDecoder(parse_constant=lambda _: None)
-
-
-def _mend(value: Any) -> Any:
-    """Replace escaped surrogates that have no partner by U+FFFD (the parser has joined the pairs)."""
-    if isinstance(value, str):
-        return _LONE_SURROGATES.sub("\ufffd", value)
-    if isinstance(value, list):
-        return [_mend(item) for item in value]
-    if isinstance(value, dict):
-        return {_mend(key): _mend(item) for key, item in value.items()}
-    return value
-
-
-def _row_of(value: Any, file: str, line: int, text: str) -> Item:
-    if isinstance(value, dict):
-        return Row(_mend(value) if "\\u" in text else value, file, line)
-    return Rejection("not_an_object", file, line, text)
-
-
-def _read_json_lines(file: str, lines: Lines) -> Iterator[Item]:
-    for number, raw in enumerate(lines(), 1):
-        text = raw.strip(" \t\r\n\0\ufeff")
-        if not text:
-            continue
-        if number == 1 and text == "[":
-            yield from _read_json(file, lines)
-            return
-        if DAMAGED in text:
-            yield Rejection("undecodable_bytes", file, number, text.replace(DAMAGED, "\ufffd"))
-            continue
-        try:
-            value, end = _decoder.raw_decode(text)
-            if text[end:].strip(" \t\0"):
-                raise ValueError("two values in one line")
-        except (ValueError, RecursionError):
-            yield Rejection("bad_json", file, number, text)
-            continue
-        yield _row_of(value, file, number, text)
-
-
-def _read_json(file: str, lines: Lines) -> Iterator[Item]:
-    """A list of strings or objects; one row, or an object that holds such a list; or JSON lines under the wrong suffix.
-
-    A list is taken element by element, so that a file that breaks off gives the rows before the break.
-    """
-    whole = "".join(lines())
-    start = _skip_space(whole, 0)
-    if whole.startswith("{", start):
-        try:
-            value, end = _decoder.raw_decode(whole, start)
-        except (ValueError, RecursionError):
-            yield from _broken_object(file, lines, whole)
-            return
-        if whole[end:].strip(" \t\r\n\0"):
-            yield from _read_json_lines(file, lines)
-            return
-        lists = [key for key, item in value.items() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        lists = lists or [key for key, item in value.items() if isinstance(item, list) and len(item) > 1]
-        if not lists or is_row(value):
-            if DAMAGED in whole:
-                yield Rejection("undecodable_bytes", file, 1, whole.replace(DAMAGED, "\ufffd"))
-            else:
-                yield _row_of(value, file, 1, whole)
-            return
-        longest = max(lists, key=lambda key: len(value[key]))
-        start = _find_member(whole, start, longest)
-    if not whole.startswith("[", start):
-        yield Rejection("bad_json" if whole[start:].strip("\0 \r\n\t") else "empty_file", file, 1, whole[:2000])
-        return
-    yield from _read_json_list(file, whole, start)
-
-
-def _broken_object(file: str, lines: Lines, whole: str) -> Iterator[Item]:
-    first_line = whole.strip(" \t\r\n\0\ufeff").partition("\n")[0]
-    if first_line.rstrip().endswith("}"):
-        yield from _read_json_lines(file, lines)
-    else:
-        yield Rejection("bad_json", file, 1, whole[:2000])
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _JSON_SPACE.match(text, position)
-    return match.end() if match else position
-
-
-def _find_member(text: str, position: int, key: str) -> int:
-    """Where the value of `key` begins in the (well-formed) object at `position`."""
-    position += 1
-    while True:
-        name, position = _decoder.raw_decode(text, _skip_space(text, position))
-        position = _skip_space(text, _skip_space(text, position) + 1)
-        if name == key:
-            return position
-        _, position = _decoder.raw_decode(text, position)
-        position = _skip_space(text, position) + 1
-
-
-def _read_json_list(file: str, whole: str, position: int) -> Iterator[Item]:
-    position = _skip_space(whole, position + 1)
-    line = whole.count("\n", 0, position) + 1
-    while not whole.startswith("]", position):
-        try:
-            value, end = _decoder.raw_decode(whole, position)
-        except (ValueError, RecursionError):
-            yield Rejection("bad_json", file, line, whole[position : position + 2000])
-            return
-        text = whole[position:end]
-        if DAMAGED in text:
-            yield Rejection("undecodable_bytes", file, line, text.replace(DAMAGED, "\ufffd"))
-        else:
-            yield _row_of({"text": value} if isinstance(value, str) else value, file, line, text)
-        following = _skip_space(whole, end)
-        if whole.startswith(",", following):
-            following = _skip_space(whole, following + 1)
-        elif not whole.startswith("]", following):
-            yield Rejection("bad_json", file, line + whole.count("\n", position, following), whole[following:][:2000])
-            return
-        line += whole.count("\n", position, following)
-        position = following
-
-
 # --- YAML ---------------------------------------------------------------------------------------------------------
 
 
@@ -288,23 +204,23 @@ def _read_yaml(file: str, lines: Lines) -> Iterator[Item]:
             yield Rejection("empty_file", file, 0, "")
             return
         items = root
-        if isinstance(root, yaml.MappingNode):
-            members = {key.value: value for key, value in root.value}
-            items = members.get("conversations") or max(
-                (value for value in members.values() if isinstance(value, yaml.SequenceNode)),
+        if isinstance(root, yaml.MappingNode) and not is_row(loader.construct_object(root, deep=True)):
+            held = {key.value: value for key, value in root.value}
+            items = held.get("conversations") or max(
+                (value for value in held.values() if isinstance(value, yaml.SequenceNode)),
                 key=lambda node: len(node.value),
                 default=root,
             )
         if not isinstance(items, yaml.SequenceNode):
             value = loader.construct_object(root, deep=True)
-            yield _row_of(value, file, 1, str(value)[:2000])
+            yield row_of(value, file, 1, str(value)[:2000])
             return
         for node in items.value:
             value = loader.construct_object(node, deep=True)
             line = node.start_mark.line + 1
             if isinstance(value, list):
                 value = {"conversations": value}
-            yield _row_of({"text": value} if isinstance(value, str) else value, file, line, str(value))
+            yield row_of({"text": value} if isinstance(value, str) else value, file, line, str(value))
     except (yaml.YAMLError, RecursionError) as fault:
         mark = getattr(fault, "problem_mark", None)
         yield Rejection("bad_yaml", file, 0 if mark is None else mark.line + 1, str(fault))

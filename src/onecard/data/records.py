@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from onecard.data.formats import read_file
-from onecard.data.rows import Rejection, Row
+from onecard.data.rows import Item, Rejection, Row
 from onecard.data.sources import source_files, unreadable_files
 from onecard.errors import DataError
 from onecard.settings import Source
 
-__all__ = ["Rejection", "Row", "read_rows", "refuse", "source_files"]
+__all__ = ["Rejection", "Row", "read_items", "read_rows", "refuse", "source_files"]
 
 _MEANINGS = {
     "unsupported_file": "no reader for this kind of file",
@@ -29,22 +29,33 @@ _MEANINGS = {
     "wrong_number_of_columns": "more or fewer cells than the first line has",
     "bad_yaml": "not valid YAML",
     "empty_file": "the file is empty",
+    "row_too_long": "one line of more than 128 million characters",
+    "encrypted_file": "the file is encrypted",
+    "no_text_in_file": "the pages hold no text (pictures of pages?)",
 }
 
 
+def read_items(source: Source, *, first_file: int = 0) -> Iterator[Item]:
+    """Stream the rows and rejections of a source in the order of its files and lines, from one of its files on.
+
+    DataError if there is nothing at the source's path.
+    """
+    if not first_file:
+        for file in unreadable_files(source):
+            yield Rejection("unreadable_file", str(file), 0, "")
+    for file in source_files(source)[first_file:]:
+        yield from read_file(file, encoding_name=source.encoding, split=source.split)
+
+
 def read_rows(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[Row]:
-    """Stream the rows of a source in the order of its files and lines.
+    """The rows of `read_items`.
 
     What cannot be read goes to `reject`; with `strict` the first such row raises DataError with file and line.
-    DataError also if there is nothing at the source's path.
     """
-    for file in unreadable_files(source):
-        refuse(Rejection("unreadable_file", str(file), 0, ""), strict=strict, reject=reject)
-    for file in source_files(source):
-        for item in read_file(file, encoding_name=source.encoding, split=source.split):
-            if isinstance(item, Row):
-                yield item
-                continue
+    for item in read_items(source):
+        if isinstance(item, Row):
+            yield item
+        else:
             refuse(item, strict=strict, reject=reject)
 
 

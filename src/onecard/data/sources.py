@@ -19,7 +19,10 @@ from onecard.data.rows import encodable
 from onecard.errors import ConfigError, DataError
 from onecard.settings import Source
 
-FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml")
+FORMATS = (
+    ".txt", ".md", ".html", ".htm", ".xhtml", ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".yml", ".yaml",
+    ".epub", ".docx", ".pdf", ".zip",
+)  # fmt: skip
 COMPRESSIONS = (".gz", ".zst", ".xz")
 _PACKAGE = "package:"
 # Packages with data whose name on the package index is not the one they are imported by.
@@ -80,7 +83,8 @@ def name_in_source(source: Source, file: Path) -> str:
     """A name of the file that does not depend on the machine: the source's label and the path below it."""
     path = _location(source)
     if path.is_file():
-        return readable_label(source)
+        inside = "" if file == path else f"/{file.relative_to(path).as_posix()}"  # a member of an archive
+        return encodable(readable_label(source) + inside)
     root = path if path.is_dir() else _fixed_part(path)
     return encodable(f"{source.name or root.name}/{file.relative_to(root).as_posix()}")
 
@@ -105,11 +109,21 @@ def open_bytes(path: Path) -> BinaryIO:
             return cast(BinaryIO, gzip.open(path, "rb"))
         case ".xz":
             return cast(BinaryIO, lzma.open(path, "rb"))
+    return decompressed(path.open("rb"), path.suffix)
+
+
+def decompressed(stream: BinaryIO, suffix: str) -> BinaryIO:
+    """The stream as it is, or what it holds where the suffix of its file says that it is compressed."""
+    match suffix.lower():
+        case ".gz":
+            return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+        case ".xz":
+            return cast(BinaryIO, lzma.LZMAFile(stream))
         case ".zst":
             import zstandard
 
-            return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True))
-    return path.open("rb")
+            return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True))
+    return stream
 
 
 def _walk(root: Path) -> list[Path]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _ENOUGH_DOCUMENTS = 10
 
@@ -14,12 +18,17 @@ def held_out_count(documents: int, share: float) -> int:
     return max(round(documents * share), 1 if documents >= _ENOUGH_DOCUMENTS else 0)
 
 
-def held_out(ids_by_source: Mapping[str, Sequence[str]], share: float, seed: int) -> set[str]:
-    """The ids of the held-out documents: in each source those with the smallest hashes of (seed, id)."""
+def rank(seed: int, name: bytes) -> int:
+    """The place of a document among those of its source, as 64 bits of (seed, id)."""
     import xxhash
 
-    chosen: set[str] = set()
-    for ids in ids_by_source.values():
-        ranked = sorted(ids, key=lambda name: (xxhash.xxh3_64_intdigest(f"{seed}\0{name}".encode()), name))
-        chosen.update(ranked[: held_out_count(len(ids), share)])
+    return xxhash.xxh3_64_intdigest(f"{seed}\0".encode() + name)
+
+
+def held_out(ranks: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+    """Which of the documents of one source are held out: those with the smallest ranks."""
+    import numpy as np
+
+    chosen = np.zeros(len(ranks), dtype=bool)
+    chosen[np.argsort(ranks, kind="stable")[: held_out_count(len(ranks), share)]] = True
     return chosen

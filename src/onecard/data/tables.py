@@ -3,42 +3,66 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from onecard.data import sources
-from onecard.data.encoding import DAMAGED, strip_line_end
+from onecard.data.encoding import DAMAGED, OpenBytes, strip_line_end
+from onecard.data.json_rows import whole_lines
 from onecard.data.rows import Item, Lines, Rejection, Row
 
 _LINES_LOOKED_AT = 2000
+# What stands between two quotes over several lines; more is a quote that was never closed.
+_LONGEST_QUOTED_CHARACTERS = 16_000_000
+
+
+class _TooLong(Exception):
+    """A line that is not read."""
+
+
+class _Unclosed(Exception):
+    """A record over so many lines that a quote must have been left open."""
 
 
 class _Recorder:
     """Hands lines to the csv module one by one, remembering those of the current record."""
 
     def __init__(self, lines: Iterator[str]) -> None:
-        self._lines = lines
+        self._lines = whole_lines(lines)
         self.record: list[str] = []
+        self.characters = 0
         self.number = 0
 
     def __iter__(self) -> _Recorder:
         return self
 
     def __next__(self) -> str:
-        line = next(self._lines).replace("\0", "")
-        self.number += 1
+        number, line = next(self._lines)
+        self.number = number
+        if line is None:
+            raise _TooLong
+        line = line.replace("\0", "")
         self.record.append(line)
+        self.characters += len(line)
+        if self.characters > _LONGEST_QUOTED_CHARACTERS and len(self.record) > 1:
+            raise _Unclosed
         return line
+
+    def begin(self) -> None:
+        """The next line begins a record."""
+        self.record.clear()
+        self.characters = 0
 
     def push_back(self) -> None:
         """Take back all lines of the record but its first."""
-        rest, self.record = self.record[1:], []
-        self.number -= len(rest)
-        before = self._lines
-        self._lines = iter([*rest, *before])
+        rest = self.record[1:]
+        first = self.number - len(rest) + 1
+        self._lines = itertools.chain(list(enumerate(rest, first)), self._lines)
+        self.number = first - 1
+        self.begin()
 
 
 def read_table(file: str, lines: Lines, kind: str) -> Iterator[Item]:
@@ -50,16 +74,23 @@ def read_table(file: str, lines: Lines, kind: str) -> Iterator[Item]:
     reader = csv.reader(recorder, **_dialect(lines, kind))
     while True:
         first = recorder.number + 1
-        recorder.record.clear()
+        recorder.begin()
+        unclosed = False
         try:
             cells = next(reader)
         except StopIteration:
             return
+        except _TooLong:
+            yield Rejection("row_too_long", file, recorder.number, "")
+            reader = csv.reader(recorder, **_dialect(lines, kind))
+            continue
+        except _Unclosed:
+            cells, unclosed = [], True
         except csv.Error:
             yield Rejection("bad_csv", file, first, "".join(recorder.record))
             continue
         raw = "".join(recorder.record)
-        if len(recorder.record) > 1 and raw.count('"') % 2:
+        if unclosed or (len(recorder.record) > 1 and raw.count('"') % 2):
             # Only the end of the file ends such a record: a quote was opened and never closed. Its first line is bad;
             # those that it swallowed are read again.
             yield Rejection("unclosed_quote", file, first, recorder.record[0])
@@ -108,7 +139,7 @@ def _dialect(lines: Lines, kind: str) -> dict[str, Any]:
     return {"delimiter": "\t", "quoting": csv.QUOTE_NONE if even and not quoted else csv.QUOTE_MINIMAL}
 
 
-def read_parquet(path: Path) -> Iterator[Item]:
+def read_parquet(file: str, open_bytes: OpenBytes) -> Iterator[Item]:
     """Rows of a Parquet file, batch by batch; `line` is the number of the row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -116,12 +147,12 @@ def read_parquet(path: Path) -> Iterator[Item]:
     number = 0
     try:
         # Opened by Python: the library cannot encode every path under a C locale, nor go back in a compressed stream.
-        compressed = path.suffix.lower() != ".parquet"
-        with sources.open_bytes(path) as stream:
-            file = pq.ParquetFile(pa.BufferReader(stream.read()) if compressed else stream)
-            for batch in file.iter_batches(batch_size=1000):
+        with open_bytes() as stream:
+            direct = isinstance(stream, io.BufferedReader)
+            opened = pq.ParquetFile(stream if direct else pa.BufferReader(stream.read()))
+            for batch in opened.iter_batches(batch_size=1000):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(values, str(path), number)
+                    yield Row(values, file, number)
     except pa.ArrowException as fault:
-        yield Rejection("damaged_file", str(path), 0, str(fault))
+        yield Rejection("damaged_file", file, 0, str(fault))
