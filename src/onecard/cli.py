@@ -33,15 +33,30 @@ class VerbEntry:
 VERBS: dict[str, VerbEntry] = {
     "new": VerbEntry("onecard.project:new", "NewConfig", "", "lay out a project of your own"),
     "doctor": VerbEntry("onecard.machine.doctor:doctor", "DoctorConfig", "", "look at this machine"),
+    "plan": VerbEntry("onecard.train.plan:plan", "PlanConfig", "", "say what fits and how long it takes"),
     "run": VerbEntry("onecard.pipeline:run", "RunConfig", "", "walk a recipe from text to a served model"),
     "clean": VerbEntry("onecard.data.clean:clean", "CleanConfig", "clean", "text in any encoding becomes a corpus"),
+    "inspect": VerbEntry(
+        "onecard.data.inspect:inspect", "InspectConfig", "", "page through the rows of a corpus, kept and rejected"
+    ),
     "tokenizer train": VerbEntry(
         "onecard.tokenizer.train:train", "TokenizerTrainConfig", "tokenizer", "train a tokenizer on a corpus"
+    ),
+    "tokenizer extend": VerbEntry(
+        "onecard.model.extend:extend", "TokenizerExtendConfig", "", "add terms to the tokenizer of a model"
+    ),
+    "tokenizer report": VerbEntry(
+        "onecard.model.tokenizer_report:report", "TokenizerReportConfig", "", "compare tokenizers on your text"
     ),
     "pretrain": VerbEntry(
         "onecard.train.pretrain:pretrain", "PretrainConfig", "pretrain", "train a language model from nothing"
     ),
     "finetune": VerbEntry("onecard.train.finetune:finetune", "FinetuneConfig", "finetune", "teach a model to answer"),
+    "align": VerbEntry("onecard.train.align:align", "AlignConfig", "align", "teach a model which answers are better"),
+    "classify": VerbEntry(
+        "onecard.train.classify:classify", "ClassifyConfig", "classify", "teach a model to name the class of a text"
+    ),
+    "predict": VerbEntry("onecard.evaluate.predict:predict", "PredictConfig", "predict", "name the classes of texts"),
     "find-lr pretrain": VerbEntry(
         "onecard.train.find_lr:pretrain", "FindPretrainRateConfig", "pretrain", "which learning rate to pretrain with"
     ),

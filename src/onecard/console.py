@@ -212,6 +212,11 @@ def failure(what: str, remedy: str) -> None:
         _rich("stderr").print(Text.assemble(("  fix: ", "bold green"), remedy))
 
 
+def is_interactive() -> bool:
+    """Whether there is a person who sees results and can be asked: a terminal on both sides, and no `--json`."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and not _state.json
+
+
 def ask(prompt: str) -> str:
     """Read one line from the user; EOFError at the end of input."""
     _rich("stderr").print(prompt, end="", markup=False)

@@ -49,6 +49,11 @@ figure svg { width: 100%; height: auto; display: block; }
 .sample small { display: block; color: var(--soft); }
 .pieces i { font-style: normal; border-radius: .2rem; } .pieces i:nth-of-type(odd) { background: var(--mark); }
 .pieces i:nth-of-type(even) { background: var(--line); } .pieces sup { color: var(--soft); font-size: .65em; }
+.sides { display: grid; grid-template-columns: 1fr 1fr; gap: .75rem; margin: .4rem 0 1rem; }
+@media (max-width: 40rem) { .sides { grid-template-columns: 1fr; } }
+.sides .sample { margin: 0; font-size: .93rem; } .sides small { margin-bottom: .2rem; }
+.sides .before { border-left-color: var(--bad); } .sides .after { border-left-color: var(--good); }
+.sides mark { background: var(--mark); color: inherit; border-radius: .2rem; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 """
@@ -105,6 +110,15 @@ class Page:
             f"<i>{html.escape(piece)}{f'<sup>{count}</sup>' if count > 1 else ''}</i>" for piece, count in pieces
         )
         self._parts.append(f'<div class="sample pieces">{small}{spans}</div>')
+
+    def sides(self, before: Sequence[tuple[str, bool]], after: Sequence[tuple[str, bool]], caption: str = "") -> None:
+        """Two texts side by side, each cut into (piece, whether it is marked as different)."""
+        columns = []
+        for name, pieces in (("before", before), ("after", after)):
+            text = "".join(f"<mark>{html.escape(t)}</mark>" if marked else html.escape(t) for t, marked in pieces)
+            columns.append(f'<div class="sample {name}"><small>{name}</small>{text}</div>')
+        self._caption(caption)
+        self._parts.append(f'<div class="sides">{"".join(columns)}</div>')
 
     def details(self, summary: str, text: str) -> None:
         """Text that is folded away until asked for."""

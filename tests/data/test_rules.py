@@ -1,22 +1,10 @@
-"""Tidying changes accidents and keeps meaning; languages; what is refused."""
+"""Tidying changes accidents and keeps meaning; languages; how repetition and symbols are measured."""
 
 from __future__ import annotations
 
 import pytest
 
 from onecard.data import rules
-
-DEFAULTS = {"minimum_characters": 20, "maximum_repetition": 0.5, "maximum_symbol_ratio": 0.5}
-
-ARTICLE = (
-    "语言模型是一种根据前面的文字推测后面文字的程序。要让它学会一个行业的说法，先要有这个行业的文字。文字从哪里来？医院有病历，"
-    "律师有合同，学校有教案，爱好者有多年积下的笔记。它们散在各处，编码不一，重复很多，还夹着网页的广告和乱码。所以第一步总是清洗："
-    "统一编码，去掉控制字符，删掉重复的段落，把太短的和全是符号的放到一边，并且说清楚每一条为什么被放下。第二步是训练分词器，让常用的"
-    "词只占一个编号。第三步才是训练。训练之前应当先算一算，显存够不够，时间要多久，电费是多少；训练之后把预计的和实际的放在一起看。"
-    "很多人跳过前面的步骤，直接拿别人的脚本来跑，跑了三个小时才发现显存不够，或者第二天早上看到损失变成了无穷大。慢一点，把数据看清楚，"
-    "反而更快。最后一步是把模型放到自己的电脑上，用普通的接口提供服务，数据从头到尾没有离开过家门，这正是许多人想要的。"
-    "至于用哪一种模型，反倒不必太早决定，先把手上的文字整理好，再按照机器的大小来选择就可以了。"
-)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +50,13 @@ def test_normalise(before: str, after: str) -> None:
         ("Le chat est très fatigué après l'été", "other"),
         ("la casa di mia nonna era molto grande e piena di libri " * 5, "other"),
         ("1234 5678 +++", "other"),
+        ("la casa di mia nonna", "other"),
+        ("Der Hund ist nicht in das Haus gelaufen", "other"),
+        ("Hello world", "en"),
+        ("話說天下大勢，分久必合，合久必分。", "zh-Hant"),
+        ("學而時習之，不亦說乎？有朋自遠方來，不亦樂乎？", "zh-Hant"),
+        ("学而时习之，不亦说乎？有朋自远方来，不亦乐乎？", "zh"),
+        ("天下太平", "zh"),  # the same in both
     ],
 )
 def test_language(text: str, language: str) -> None:
@@ -82,22 +77,16 @@ def test_symbol_ratio_by_hand() -> None:
     assert rules.symbol_ratio("नमस्ते दुनिया") == 0  # vowel signs are marks, not symbols
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "empty"),
-        ("太短了", "too_short"),
-        ("哈哈哈哈" * 20, "too_repetitive"),
-        ("★☆★ ■□ ●○ ◆◇ ▲△ →← 你好 ♠♣ ▓░ ╬╦ ≈≠ ∑", "too_many_symbols"),
-    ],
-)
-def test_refusals(text: str, reason: str) -> None:
-    verdict = rules.refusal(text, **DEFAULTS)  # type: ignore[arg-type]
-    assert verdict is not None
-    assert verdict[0] == reason
+def test_the_language_of_a_long_text_is_that_of_most_of_it() -> None:
+    assert rules.language_of("An abstract in English stands first. " * 100 + "正文却是用中文写成的。" * 2000) == "zh"
+    english = "The physician asked what he had eaten, and when it began. " * 200
+    assert rules.language_of("la casa de mi madre " * 5 + english) == "en"
 
 
-def test_an_ordinary_chinese_article_passes() -> None:
-    assert len(ARTICLE) >= 400
-    assert rules.refusal(rules.normalise(ARTICLE), **DEFAULTS) is None  # type: ignore[arg-type]
-    assert rules.refusal("It was the best of times, it was the worst of times.", **DEFAULTS) is None  # type: ignore[arg-type]
+def test_repetition_of_a_long_text_is_that_of_its_pieces() -> None:
+    # Distinct within each piece of 20,000 characters, although the second piece repeats the first.
+    piece = "".join(chr(0x4E00 + i) for i in range(20_000))
+    assert rules.repetition(piece + piece) == 0
+    # The second half of each piece repeats the first: 19,991 spans, of which 10,000 are distinct.
+    half = piece[:10_000]
+    assert rules.repetition(half + half) == pytest.approx(1 - 10_000 / 19_991)

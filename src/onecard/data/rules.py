@@ -1,4 +1,4 @@
-"""What text is tidied into, which language it is in, and why a document is refused. Pure functions of one text.
+"""How a text is tidied, which language it is in, and how much of it repeats itself. Pure functions of one text.
 
 Tidying keeps what carries meaning: full-width punctuation, the ideographic space inside a line, joined emoji, the
 indentation of code. It removes what only ever is an accident of storage.
@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-# Letters of the scripts that are written without spaces; kana and hangul apart, to tell Chinese from its neighbours.
-_HAN = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-_KANA = re.compile("[\u3041-\u30ff\uff66-\uff9f]")
-_UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3041-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-)
-_LETTERS = re.compile(r"[^\W\d_]")
-_ASCII_LETTERS = re.compile("[A-Za-z]")
-_ENGLISH_WORDS = frozenset(
-    re.findall(
-        "[a-z]+",
-        "the of and to a in that is was he for it with as his on be at by i this had not are but from or have an they "
-        "which you were her she all their so will my me shall unto if when one what we no your who",
-    )
-)
-_LANGUAGE_SAMPLE_CHARACTERS = 4_000
+from onecard.data import characters
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from onecard.data.characters import Codes, Counts
 
 # --- tidying ------------------------------------------------------------------------------------------------------
 
@@ -36,11 +27,9 @@ _INVISIBLE = re.compile("[\u200b\u2060\ufeff\u00ad\u200e\u200f\u202a-\u202e\u206
 # Joiners mean something after an emoji, and in the scripts from Arabic to Mongolian; elsewhere they are junk.
 _JOINED_BEFORE = "\ufe0f\u20e3\u2190-\u2bff\u0600-\u109f\u1780-\u18af\U0001f000-\U0001faff"
 _STRAY_JOINERS = re.compile(f"(?<![{_JOINED_BEFORE}])[\u200c\u200d]+|[\u200c\u200d]+(?=\\s|$)")
-_TRAILING_SPACE = re.compile("[ \t\u00a0\u3000\u2000-\u200a]+(?=\n|$)")
+_SPACES = " \t\u00a0\u3000\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 # Indentation before Chinese is typography (the paragraph's two spaces); before code or a list it has a meaning.
-_CHINESE_INDENT = re.compile(
-    "^[ \t\u3000]+(?=[\u3001-\u303f\u3400-\u9fff\uff01-\uff5e“‘《—…\U00020000-\U0003ffff])", re.M
-)
+_CHINESE_INDENT = re.compile("[ \t\u3000]+(?=[\u3001-\u303f\u3400-\u9fff\uff01-\uff5e“‘《—…\U00020000-\U0003ffff])")
 _MANY_BLANK_LINES = re.compile("\n{4,}")
 # UTF-8 read as Latin-1 or Windows-1252: a lead byte shown as a letter, then a continuation byte shown as a symbol.
 _MOJIBAKE = re.compile(
@@ -51,16 +40,30 @@ _MOJIBAKE = re.compile(
 def normalise(text: str) -> str:
     """The text tidied: line ends, mojibake where certain, NFC, controls and invisible junk, spaces at line ends,
     blank lines (at most two in sequence), indentation of Chinese paragraphs, both ends."""
-    text = _LINE_ENDS.sub("\n", text).replace("\u2029", "\n\n")
-    if _MOJIBAKE.search(text):
+    junk = characters.junk_in(characters.codes_of(text))
+    if junk & characters.LINE_END:
+        text = _LINE_ENDS.sub("\n", text).replace("\u2029", "\n\n")
+    if junk & characters.DAMAGED and _MOJIBAKE.search(text):
         text = "\n".join(_repair(line) for line in text.split("\n"))
     text = unicodedata.normalize("NFC", text)
-    text = _CONTROLS.sub("", text)
-    text = _STRAY_JOINERS.sub("", _INVISIBLE.sub("", text))
-    text = text.replace("\u00a0", " ")
-    text = _TRAILING_SPACE.sub("", text)
-    text = _CHINESE_INDENT.sub("", text)
-    return _MANY_BLANK_LINES.sub("\n\n\n", text).strip(" \t\n\u3000")
+    if junk & (characters.CONTROL | characters.DAMAGED):
+        text = _CONTROLS.sub("", text)
+    if junk & (characters.INVISIBLE | characters.DAMAGED):
+        text = _INVISIBLE.sub("", text)
+    if junk & characters.JOINER:
+        text = _STRAY_JOINERS.sub("", text)
+    if junk & (characters.HARD_SPACE | characters.DAMAGED):
+        text = text.replace("\u00a0", " ")
+    text = "\n".join(_trimmed(line) for line in text.split("\n"))
+    if "\n\n\n\n" in text:
+        text = _MANY_BLANK_LINES.sub("\n\n\n", text)
+    return text.strip(" \t\n\u3000")
+
+
+def _trimmed(line: str) -> str:
+    line = line.rstrip(_SPACES)
+    indent = _CHINESE_INDENT.match(line) if line[:1] in (" ", "\t", "\u3000") else None
+    return line[indent.end() :] if indent else line
 
 
 def _repair(line: str) -> str:
@@ -76,86 +79,260 @@ def _repair(line: str) -> str:
 
 # --- language -----------------------------------------------------------------------------------------------------
 
+_WORD_SAMPLE_CHARACTERS = 1_000
+_WORD_SAMPLES = 4
+_HAN_SAMPLE_CHARACTERS = 2_000
+_ENGLISH_WORDS = frozenset(
+    [
+        "the",
+        "of",
+        "and",
+        "to",
+        "a",
+        "in",
+        "that",
+        "is",
+        "was",
+        "he",
+        "for",
+        "it",
+        "with",
+        "as",
+        "his",
+        "on",
+        "be",
+        "at",
+        "by",
+        "i",
+        "this",
+        "had",
+        "not",
+        "are",
+        "but",
+        "from",
+        "or",
+        "have",
+        "an",
+        "they",
+        "which",
+        "you",
+        "were",
+        "her",
+        "she",
+        "all",
+        "their",
+        "so",
+        "will",
+        "my",
+        "me",
+        "shall",
+        "unto",
+        "if",
+        "when",
+        "one",
+        "what",
+        "we",
+        "no",
+        "your",
+        "who",
+    ]
+)
+# Words as common in other languages of the same letters, less those that are English too.
+_FOREIGN_WORDS = frozenset(
+    [
+        "de",
+        "la",
+        "le",
+        "les",
+        "et",
+        "il",
+        "des",
+        "du",
+        "un",
+        "une",
+        "est",
+        "que",
+        "qui",
+        "dans",
+        "pour",
+        "pas",
+        "sur",
+        "au",
+        "ce",
+        "je",
+        "der",
+        "die",
+        "und",
+        "das",
+        "den",
+        "ist",
+        "nicht",
+        "mit",
+        "von",
+        "ein",
+        "eine",
+        "zu",
+        "auf",
+        "sich",
+        "auch",
+        "dem",
+        "el",
+        "los",
+        "las",
+        "en",
+        "del",
+        "por",
+        "con",
+        "para",
+        "como",
+        "su",
+        "al",
+        "lo",
+        "es",
+        "di",
+        "che",
+        "non",
+        "per",
+        "della",
+        "sono",
+        "del",
+        "het",
+        "een",
+        "van",
+        "ook",
+        "niet",
+        "dat",
+        "met",
+        "voor",
+        "och",
+        "att",
+        "det",
+        "som",
+        "av",
+        "til",
+        "og",
+        "ikke",
+        "jag",
+        "om",
+        "os",
+        "uma",
+        "com",
+        "na",
+        "do",
+        "da",
+        "em",
+        "mais",
+        "ja",
+        "ei",
+        "se",
+        "on",
+        "ett",
+        "har",
+        "er",
+        "yang",
+        "dan",
+        "ini",
+        "itu",
+        "dengan",
+        "untuk",
+        "tidak",
+    ]
+) - {"on", "do", "as", "her", "die", "per"}
+
 
 def language_of(text: str) -> str:
-    """`zh`, `en` or `other`, by the shares of scripts in the first 4,000 characters (and, for Latin, common words)."""
-    sample = text[:_LANGUAGE_SAMPLE_CHARACTERS]
-    han, kana = len(_HAN.findall(sample)), len(_KANA.findall(sample))
-    letters, ascii_letters = len(_LETTERS.findall(sample)), len(_ASCII_LETTERS.findall(sample))
-    if letters == 0:
-        return "other"
-    if kana > 0.1 * (han + kana):
+    """`zh`, `zh-Hant`, `en` or `other`: by the shares of scripts, then by characters and words that tell them apart."""
+    codes = characters.codes_of(text)
+    return language_by(text, codes, characters.count(codes))
+
+
+def language_by(text: str, codes: Codes, counts: Counts) -> str:
+    """`language_of` a text whose characters are counted already."""
+    letters, han = counts.letters, counts.han
+    if letters == 0 or counts.kana > 0.1 * (han + counts.kana):
         return "other"
     # A Chinese character says about as much as four Latin letters.
-    if 4 * han > (letters - han) and han > 0:
-        return "zh"
-    if ascii_letters < 0.97 * (letters - han):
+    if 4 * han > letters - han:
+        return "zh-Hant" if _is_traditional(characters.han_of(codes, _HAN_SAMPLE_CHARACTERS)) else "zh"
+    if counts.latin < 0.97 * (letters - han):
         return "other"
-    words = re.findall(r"[a-z]+", sample.lower())
+    return "en" if _is_english(_sample(text).lower().split()) else "other"
+
+
+def _is_traditional(han: str) -> bool:
+    """Whether more of the characters are known to the traditional character set than to the simplified one."""
+    return len(han.encode("big5", "ignore")) > len(han.encode("gb2312", "ignore"))
+
+
+def _is_english(words: list[str]) -> bool:
+    """Whether the words that fill English sentences are there, and more of them than of other languages' words."""
     common = sum(word in _ENGLISH_WORDS for word in words)
-    # French or Finnish without accents, or program text, has hardly any of the words that fill English sentences.
-    return "en" if len(words) < 30 or common >= 0.08 * len(words) else "other"
+    if sum(word in _FOREIGN_WORDS for word in words) > common:
+        return False
+    # Finnish without accents, or program text, has hardly any of either; a short text may have none by chance.
+    return len(words) < 30 or common >= 0.08 * len(words)
+
+
+def _sample(text: str) -> str:
+    """A text, or pieces from all over a long one."""
+    most = _WORD_SAMPLE_CHARACTERS * _WORD_SAMPLES
+    if len(text) <= most:
+        return text
+    step = (len(text) - _WORD_SAMPLE_CHARACTERS) // (_WORD_SAMPLES - 1)
+    return " ".join(text[i * step : i * step + _WORD_SAMPLE_CHARACTERS] for i in range(_WORD_SAMPLES))
 
 
 def is_unspaced(text: str) -> bool:
     """True for text of which most is written without spaces between words (Chinese, Japanese, Thai ...)."""
-    sample = text[:_LANGUAGE_SAMPLE_CHARACTERS]
-    return 4 * len(_UNSPACED.findall(sample)) > len(_LETTERS.findall(sample))
+    counts = characters.count(characters.codes_of(_sample(text)))
+    return 4 * (counts.han + counts.kana + counts.unspaced) > counts.letters
 
 
-# --- refusing -----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------------
 
 _SPAN_CHARACTERS = 10
 # Natural text repeats more short spans the longer it is; the share is taken over pieces of this size.
 _PIECE_CHARACTERS = 20_000
-_ORDINARY = re.compile(r"[\w\s.,;:!?'\"()\-–—…·‘’“”，。！？；：、（）《》〈〉【】「」『』〔〕％%￥]+")
+_BASE = 0x9E3779B97F4A7C15  # odd and without pattern: equal sums of ten characters are equal characters
 
 
-def repetition(text: str) -> float:
+def repetition(text: str, codes: Codes | None = None) -> float:
     """Share (0 to 1) of the text that repeats its own earlier lines, or its own earlier 10-character spans,
     whichever is larger."""
-    lines = [line.strip() for line in text.split("\n")]
     seen: set[str] = set()
     repeated = total = 0
-    for line in lines:
+    for line in map(str.strip, text.split("\n")):
         total += len(line)
         if line in seen:
             repeated += len(line)
         seen.add(line)
     by_lines = repeated / max(total, 1)
     distinct = spans = 0
-    for start in range(0, len(text), _PIECE_CHARACTERS):
-        piece = text[start : start + _PIECE_CHARACTERS]
-        count = len(piece) - _SPAN_CHARACTERS + 1
-        if count > 0:
-            spans += count
-            distinct += len({piece[i : i + _SPAN_CHARACTERS] for i in range(count)})
+    codes = characters.codes_of(text) if codes is None else codes
+    for start in range(0, len(codes), _PIECE_CHARACTERS):
+        hashes = _span_hashes(codes[start : start + _PIECE_CHARACTERS])
+        if len(hashes):
+            hashes.sort()
+            spans += len(hashes)
+            distinct += 1 + int((hashes[1:] != hashes[:-1]).sum())
     return max(by_lines, 1 - distinct / spans if spans else 0.0)
+
+
+def _span_hashes(codes: Codes) -> npt.NDArray[np.uint64]:
+    """A number for each span of 10 characters, put together from those of 2, 4 and 8."""
+    import numpy as np
+
+    if len(codes) < _SPAN_CHARACTERS:
+        return np.empty(0, dtype=np.uint64)
+    power = [np.uint64(pow(_BASE, exponent, 1 << 64)) for exponent in (1, 2, 4)]
+    one = codes.astype(np.uint64)
+    two = one[:-1] * power[0] + one[1:]
+    four = two[:-2] * power[1] + two[2:]
+    eight = four[:-4] * power[2] + four[4:]
+    return eight[:-2] * power[1] + two[8:]
 
 
 def symbol_ratio(text: str) -> float:
     """Share (0 to 1) of characters, spaces left out, that are neither letter, digit, mark nor ordinary punctuation."""
-    characters = len(text) - sum(map(str.isspace, text)) if text else 0
-    rest = _ORDINARY.sub("", text)
-    symbols = sum(unicodedata.category(character) not in ("Mn", "Mc", "Cf") for character in rest)
-    return symbols / max(characters, 1)
-
-
-def refusal(
-    text: str, *, minimum_characters: int, maximum_repetition: float, maximum_symbol_ratio: float
-) -> tuple[str, str] | None:
-    """Why a tidied text is not kept, as (reason, detail), or None. Reasons: empty, too_short, too_many_symbols,
-    too_repetitive."""
-    if not text:
-        return "empty", ""
-    if len(text) < minimum_characters:
-        return "too_short", f"{len(text)} characters"
-    measures: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
-        ("too_many_symbols", symbol_ratio, maximum_symbol_ratio, "symbols"),
-        ("too_repetitive", repetition, maximum_repetition, "repeated"),
-    )
-    for reason, measure, limit, word in measures:
-        share = measure(text)
-        if share > limit:
-            return reason, f"{share:.0%} {word}"
-    return None
+    counts = characters.count(characters.codes_of(text))
+    return counts.symbol / max(counts.visible, 1)

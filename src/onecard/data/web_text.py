@@ -1,0 +1,250 @@
+"""What the web leaves in a text: navigation and boilerplate, the filler of forums, advertisements.
+
+In: one text. Out: the text without it. A line goes only where it is nothing else: prose that speaks of copyrights,
+sofas or WeChat stays, and so do fenced code, tables, and what Markdown marks as a heading or a list. The words and
+patterns stand in web_text.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+_LONGEST_LINE_CHARACTERS = 90
+_LONGEST_ITEM_CHARACTERS = 24
+_LONGEST_NOTICE_CHARACTERS = 400
+_LONGEST_FILLER_CHARACTERS = 24
+_LONGEST_ADVERTISEMENT_CHARACTERS = 160
+_HEAD_CHARACTERS, _TAIL_CHARACTERS = 160, 300
+_TAIL_SENTENCES = 6
+_MENU_ITEMS = 3  # so many in a row or in a column are a menu
+_FRAME = " \t\u3000:：>»›<«‹[]【】()（）|·.…!！,，。-—_↑↓←→▲▼■◆►"
+_PADDING = " \t\u3000!！.。,，~～…?？:：;；^_、)）(（][【】\"“”'=>"
+_MENU_SEPARATOR = re.compile(r"\s*[|｜·•»›>/]\s*|\s{2,}|[\t\u3000]+| - ")
+_MENU_MARKS = ("|", "｜", "  ", "\u3000", "»", "·", ">", " - ")
+_COMMENT_COUNT = re.compile(r"\d+ (comments?|replies|views|shares|likes)", re.IGNORECASE)
+_SENTENCES = re.compile(r"[^。！？!?\n]+[。！？!?]*")
+_LAST_SENTENCE = re.compile(r"(?:(?<=[。！？\n])|(?<=\s))[^\s。！？][^。！？\n]*[。！？\n]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Phrases:
+    """web_text.toml, ready for use."""
+
+    phrases: frozenset[str]
+    menu_items: frozenset[str]
+    starts: dict[str, re.Pattern[str]]
+    anywhere_words: tuple[str, ...]
+    anywhere: re.Pattern[str]
+    head_words: tuple[str, ...]
+    head: re.Pattern[str]
+    tail_words: tuple[str, ...]
+    tail: re.Pattern[str]
+    filler: re.Pattern[str]
+    ambiguous: frozenset[str]
+    forum_signs: re.Pattern[str]
+    advertisement_marks: tuple[str, ...]
+    advertisement: re.Pattern[str]
+
+
+@functools.cache
+def _known() -> _Phrases:
+    tables = tomllib.loads((resources.files("onecard.data") / "web_text.toml").read_text(encoding="utf-8"))
+    boilerplate, forum, advertisement = tables["boilerplate"], tables["forum"], tables["advertisement"]
+    starts = {
+        first: re.compile(entry["pattern"], re.IGNORECASE)
+        for entry in boilerplate["starts"]
+        for first in entry["first"].split()
+    }
+    return _Phrases(
+        phrases=_words(boilerplate["phrases"]),
+        menu_items=_words(boilerplate["menu_items"]),
+        starts=starts,
+        anywhere_words=tuple(boilerplate["anywhere_words"]),
+        anywhere=_any_of(boilerplate["anywhere"]),
+        head_words=tuple(boilerplate["head_words"]),
+        head=_any_of(boilerplate["head"]),
+        tail_words=tuple(boilerplate["tail_words"]),
+        tail=_any_of(boilerplate["tail"]),
+        filler=re.compile(f"(?:{_any_of(forum['filler']).pattern})+", re.IGNORECASE),
+        ambiguous=_words(forum["ambiguous"]),
+        forum_signs=_any_of(forum["signs"]),
+        advertisement_marks=tuple(advertisement["marks"]),
+        advertisement=_any_of(advertisement["patterns"]),
+    )
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.strip().split("\n"))
+
+
+def _any_of(patterns: Any) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
+
+
+def _touchable(text: str, lines: Sequence[str]) -> list[bool]:
+    """For each line whether rules may take it away: not in fenced code, not a row of a table."""
+    if "```" not in text and "~~~" not in text and "|" not in text:
+        return [True] * len(lines)
+    fenced = False
+    free = []
+    for line in lines:
+        start = line.lstrip()[:3]
+        fence = start in ("```", "~~~")
+        fenced = fenced != fence
+        free.append(not fenced and not fence and not start.startswith("|"))
+    return free
+
+
+def _without(text: str, lines: list[str], is_junk: Callable[[str], bool]) -> list[str]:
+    junk = [bool(line) and is_junk(line) for line in lines]
+    if not any(junk):
+        return lines
+    return [line for line, bad, free in zip(lines, junk, _touchable(text, lines)) if not (bad and free)]
+
+
+# --- navigation and boilerplate -----------------------------------------------------------------------------------
+
+
+def without_boilerplate(text: str) -> tuple[str, int]:
+    """The text without navigation and boilerplate, and how many lines and sentences of it went."""
+    known = _known()
+    anywhere = any(word in text for word in known.anywhere_words)
+    lines = text.split("\n")
+    kept = _without(text, lines, lambda line: _is_boilerplate(line, known, anywhere=anywhere))
+    if len(kept) >= _MENU_ITEMS:
+        kept = _without_columns(text, kept, known.menu_items)
+    removed = len(lines) - len(kept)
+    if removed:
+        text = "\n".join(kept).strip("\n")
+    text, sentences = _without_frame(text, known)
+    return text, removed + sentences
+
+
+def _is_boilerplate(line: str, known: _Phrases, *, anywhere: bool) -> bool:
+    length = len(line)
+    if length > _LONGEST_NOTICE_CHARACTERS or line[0] in "#*-|":
+        return False
+    bare = line.strip(_FRAME)
+    pattern = known.starts.get(bare[:2].lower())
+    if pattern is not None and pattern.fullmatch(bare):
+        return True
+    if length <= _LONGEST_LINE_CHARACTERS:
+        if bare.lower() in known.phrases or (bare[:1].isdigit() and _COMMENT_COUNT.fullmatch(bare)):
+            return True
+        if anywhere and known.anywhere.fullmatch(bare):
+            return True
+    return any(mark in line for mark in _MENU_MARKS) and _is_menu(line, known.menu_items)
+
+
+def _is_menu(line: str, menu_items: frozenset[str]) -> bool:
+    """Whether a line is a row of short items, of which at least two, and a third of all, belong to menus of sites."""
+    items = [item.lower() for item in _MENU_SEPARATOR.split(line.strip()) if item]
+    if len(items) < _MENU_ITEMS or max(map(len, items)) > _LONGEST_ITEM_CHARACTERS:
+        return False
+    found = sum(item in menu_items for item in items)
+    return found >= max(2, len(items) / 3)
+
+
+def _without_columns(text: str, lines: list[str], menu_items: frozenset[str]) -> list[str]:
+    """Without runs of lines that each are one item of a menu."""
+    items = [
+        0 < len(line) <= _LONGEST_ITEM_CHARACTERS and line[0] not in "#*-|" and line.strip(_FRAME).lower() in menu_items
+        for line in lines
+    ]
+    if sum(items) < _MENU_ITEMS:
+        return lines
+    kept: list[str] = []
+    for is_item, run in itertools.groupby(
+        zip(lines, items, _touchable(text, lines)), key=lambda each: each[1] and each[2]
+    ):
+        found = [line for line, _, _ in run]
+        if not (is_item and len(found) >= _MENU_ITEMS):
+            kept += found
+    return kept
+
+
+def _without_frame(text: str, known: _Phrases) -> tuple[str, int]:
+    """Without the call to follow an account at the head, and without the credits, notices and calls at the end."""
+    removed = 0
+    head = text[:_HEAD_CHARACTERS]
+    if any(word in head for word in known.head_words):
+        shorter, removed = known.head.subn("", head)
+        text = shorter + text[_HEAD_CHARACTERS:]
+    for _ in range(_TAIL_SENTENCES):
+        tail = text[-_TAIL_CHARACTERS:]
+        if not any(word in tail for word in known.tail_words):
+            break
+        last = _LAST_SENTENCE.search(tail)
+        if last is None or not known.tail.fullmatch(last[0].strip().rstrip("。！？!~～哦")):
+            break
+        text = text[: len(text) - len(last[0])].rstrip()
+        removed += 1
+    return text, removed
+
+
+# --- forums -------------------------------------------------------------------------------------------------------
+
+
+def without_filler(text: str) -> tuple[str, int]:
+    """The text without lines that are nothing but the filler of forums, and how many went."""
+    known = _known()
+    lines = text.split("\n")
+    words = [_filler(line, known) for line in lines]
+    if not any(words):
+        return text, 0
+    certain = (
+        any(word and word not in known.ambiguous for word in words)
+        or all(word or not line for word, line in zip(words, lines))
+        or any(known.forum_signs.search(line) for word, line in zip(words, lines) if not word)
+    )
+    if not certain:
+        return text, 0
+    kept = [line for line, word, free in zip(lines, words, _touchable(text, lines)) if not (word and free)]
+    return "\n".join(kept).strip("\n"), len(lines) - len(kept)
+
+
+def _filler(line: str, known: _Phrases) -> str:
+    """What the line says, if that is filler alone; else an empty string."""
+    if not 0 < len(line) <= _LONGEST_FILLER_CHARACTERS or line[0] in "#|`*-":
+        return ""
+    bare = line.strip(_PADDING).lower()
+    return bare if bare and known.filler.fullmatch(bare) else ""
+
+
+# --- advertisements -----------------------------------------------------------------------------------------------
+
+
+def without_advertisements(text: str) -> tuple[str, int, float]:
+    """The text without short lines that advertise; how many went; and the share (0 to 1) of the text that advertised.
+
+    From a text of one line nothing is cut.
+    """
+    known = _known()
+    if not any(mark in text for mark in known.advertisement_marks):
+        return text, 0, 0.0
+    advertising = total = 0
+    for sentence in _SENTENCES.finditer(text):
+        length = sentence.end() - sentence.start()
+        total += length
+        if known.advertisement.search(sentence[0]):
+            advertising += min(length, _LONGEST_ADVERTISEMENT_CHARACTERS)
+    if not advertising:
+        return text, 0, 0.0
+    share = advertising / total
+    lines = text.split("\n")
+    if len(lines) == 1:
+        return text, 0, share
+    kept = _without(
+        text,
+        lines,
+        lambda line: len(line) <= _LONGEST_ADVERTISEMENT_CHARACTERS and known.advertisement.search(line) is not None,
+    )
+    removed = len(lines) - len(kept)
+    return ("\n".join(kept).strip("\n") if removed else text), removed, share
