@@ -3,8 +3,8 @@
 A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [evaluate], [ask]. Stages
 that are not in it are left out. Each stage writes one directory below the recipe's output and takes what the stages
 before it wrote, unless the recipe names something else. A stage is skipped when its settings and the content of its
-inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, never deleted; a
-directory that onecard did not make is left where it is.
+inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, where the newest of
+each stage are kept; a directory that onecard did not make is left where it is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from typing import Any
 import onecard
 from onecard import artifact, console
 from onecard.config import (
+    AlignConfig,
     AskConfig,
     CleanConfig,
     EvaluateConfig,
@@ -39,9 +41,11 @@ from onecard.settings import Settings, Source, build, nearest, read_toml, relati
 STATE = "pipeline.json"
 # What the walk itself decides: not settings of a recipe's stages.
 SET_BY_RUN = {"output", "overwrite"}
+# So many results of a stage that a change replaced stay in previous/.
+KEPT_BEFORE = 2
 # What decides nothing about a stage's content.
 _FREE = SET_BY_RUN | {"keep_last", "keep_best", "keep_every", "log_every"}
-_FREE |= {"pause_above_celsius", "electricity_price", "currency", "detach"}
+_FREE |= {"pause_above_celsius", "when_hot", "electricity_price", "currency", "detach", "check_memory"}
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,13 @@ STAGES = (
         {"corpus": ("clean",), "tokenizer": ("tokenizer",)},
     ),
     Stage("finetune", "finetune", "onecard.train.finetune:finetune", FinetuneConfig, {"model": ("pretrain",)}),
+    Stage("align", "align", "onecard.train.align:align", AlignConfig, {"model": ("finetune", "pretrain")}),
     Stage(
         "evaluate",
         "evaluation",
         "onecard.evaluate.evaluate:evaluate",
         EvaluateConfig,
-        {"model": ("finetune", "pretrain"), "base": ("pretrain",), "corpus": ("clean",)},
+        {"model": ("align", "finetune", "pretrain"), "base": ("pretrain",), "corpus": ("clean",)},
     ),
 )
 ASK = "ask"
@@ -291,12 +296,14 @@ class _Walk:
         previous = self.output / "previous"
         with artifact.disk_faults(previous):
             previous.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while (previous / f"{directory.name}-{number}").exists():
-            number += 1
-        target = previous / f"{directory.name}-{number}"
-        directory.replace(target)
-        console.note(f"  {reason}: what was there is kept in {console.short_path(target)}")
+            kept = _numbered(previous, directory.name)
+            target = previous / f"{directory.name}-{kept[-1][0] + 1 if kept else 1}"
+            directory.replace(target)
+            console.note(f"  {reason}: what was there is kept in {console.short_path(target)}")
+            for _, old in kept[: len(kept) + 1 - KEPT_BEFORE]:
+                if _is_a_stages(old):
+                    shutil.rmtree(old)
+                    console.note(f"  removed {console.short_path(old)}: the newest {KEPT_BEFORE} are kept")
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -342,7 +349,7 @@ class _Walk:
     def model_directory(self) -> Path:
         """The last model that the recipe makes; where fine-tuning is left out, the one it would have begun with."""
         directories = {made.name: self.output / made.directory for made in STAGES}
-        for name in ("finetune", "pretrain"):
+        for name in ("align", "finetune", "pretrain"):
             if self._makes(name):
                 return directories[name]
         given = relative_to(self.base, FinetuneConfig, self.recipe.get("finetune", {})).get("model")
@@ -352,7 +359,7 @@ class _Walk:
 
     def say_next(self) -> None:
         """The two commands to go on with."""
-        if "finetune" in self.recipe or "pretrain" in self.recipe:
+        if self.recipe.keys() & {"pretrain", "finetune", "align"}:
             directory = shlex.quote(console.short_path(self.model_directory()))
             console.result(f"Talk to it:  onecard chat {directory}")
             console.result(f"Serve it:    onecard serve {directory}")
@@ -381,6 +388,12 @@ class _Walk:
 
     def _row(self, stage: str, state: str, seconds: float, what: str) -> None:
         self.rows.append({"stage": stage, "state": state, "seconds": seconds, "what": what})
+
+
+def _numbered(previous: Path, name: str) -> list[tuple[int, Path]]:
+    """What is kept of a stage: NAME-1, NAME-2 and so on, oldest first."""
+    found = [(path.name.removeprefix(f"{name}-"), path) for path in previous.glob(f"{name}-*")]
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
 
 
 def _is_a_stages(directory: Path) -> bool:

@@ -318,7 +318,7 @@ def test_the_start_from_counts_is_taken_where_it_is_a_small_share_of_the_run() -
 
     def taken(work: float, **changes: Any) -> bool:
         config = build(PretrainConfig, {"size": "4M", "max_length": 512, **changes})
-        return pretrain_module._starts_from_counts(config, shape, changes.pop("vocabulary", 4096), work)
+        return pretrain_module.starts_from_counts(config, shape, changes.pop("vocabulary", 4096), work)
 
     assert taken(21e12) and not taken(20e12)
     assert taken(1.0, start="bigram") and not taken(1e20, start="random")

@@ -138,7 +138,7 @@ def probe(directory: Path = Path(), *, products: bool = True) -> Machine:
         governor=_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         memory_bytes=memory.total if memory else None,
         memory_available_bytes=memory.available if memory else None,
-        memory_allowed_bytes=_memory_allowed(),
+        memory_allowed_bytes=memory_allowed(),
         swap_bytes=swap.total if swap else None,
         shared_memory_bytes=_tried(lambda: shutil.disk_usage("/dev/shm").total),
         directory=str(place),
@@ -177,7 +177,7 @@ def _processor() -> str | None:
     )
 
 
-def _memory_allowed() -> int | None:
+def memory_allowed() -> int | None:
     """What a container may use at most."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _text(path)

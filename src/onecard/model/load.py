@@ -1,6 +1,6 @@
 """Opening model directories: Hugging Face layout, safetensors only, no remote code, no network.
 
-A path may be a model directory or a run directory (its model/ is taken).
+A path may be a model directory, a run directory (its model/ is taken) or a GGUF file (what it unpacks to is taken).
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onecard import artifact
 from onecard.errors import ArtifactError
+from onecard.model import gguf_file
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def model_directory(path: Path) -> Path:
-    """The directory with config.json: `path` itself or its model/. ArtifactError says what is missing."""
+    """The directory with config.json: `path` itself, its model/, or what a GGUF file unpacks to.
+
+    ArtifactError says what is missing.
+    """
+    if gguf_file.is_gguf(path):
+        return gguf_file.unpacked(path)
     if not path.exists():
         raise ArtifactError(f"There is no model at {path}.", "Check the path; train one with `onecard pretrain`.")
     for candidate in (path, path / "model"):
@@ -32,13 +39,23 @@ def model_directory(path: Path) -> Path:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """tokenizer.json of a tokenizer or model directory, or of the model of a run; it need not exist."""
+    """tokenizer.json of a tokenizer or model directory, the model of a run, or a GGUF file; it need not exist."""
+    if gguf_file.is_gguf(path):
+        path = gguf_file.unpacked(path)
     own = path / "tokenizer.json"
     return own if own.is_file() else path / "model" / "tokenizer.json"
 
 
+def tokenizer_hash(path: Path) -> str:
+    """Hash of everything that decides the ids that a tokenizer gives, its settings and chat template included."""
+    directory = tokenizer_file(path).parent
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    files = [directory / name for name in (*names, "chat_template.jinja", "chat_template.json")]
+    return artifact.hash_json([[file.name, artifact.hash_file(file)] for file in files if file.is_file()])
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a tokenizer, model or run directory."""
+    """The tokenizer of a tokenizer, model or run directory, or of a GGUF file."""
     directory = tokenizer_file(path).parent
     if not (directory / "tokenizer.json").is_file():
         raise ArtifactError(
@@ -52,9 +69,21 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as fault:
         raise ArtifactError(
-            f"The tokenizer in {directory} cannot be read: {_first_line(fault)}.", _COPY_AGAIN
+            f"The tokenizer in {directory} cannot be read: {first_line(fault)}.", COPY_AGAIN
         ) from fault
     return tokenizer  # type: ignore[no-any-return]
+
+
+def load_architecture(path: Path) -> Any:
+    """The transformers configuration of a model directory: what it is, without its weights."""
+    from transformers import AutoConfig
+
+    silence_transformers()
+    directory = model_directory(path)
+    try:
+        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as fault:
+        raise ArtifactError(f"{directory}/config.json cannot be read: {first_line(fault)}.", COPY_AGAIN) from fault
 
 
 def load_model(
@@ -68,7 +97,7 @@ def load_model(
     silence_transformers()
     directory = model_directory(path)
     if not any(directory.glob("*.safetensors")):
-        raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", _COPY_AGAIN)
+        raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", COPY_AGAIN)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(directory),
@@ -80,12 +109,12 @@ def load_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as fault:
-        raise ArtifactError(f"The model in {directory} cannot be read: {_first_line(fault)}.", _COPY_AGAIN) from fault
+        raise ArtifactError(f"The model in {directory} cannot be read: {first_line(fault)}.", COPY_AGAIN) from fault
     model, found = loaded
     # The library would fill what is missing with random numbers.
     absent = sorted({str(key) for kind in ("missing_keys", "mismatched_keys") for key in found[kind]})
     if absent:
-        raise ArtifactError(f"The files in {directory} lack {len(absent)} weights, such as {absent[0]}.", _COPY_AGAIN)
+        raise ArtifactError(f"The files in {directory} lack {len(absent)} weights, such as {absent[0]}.", COPY_AGAIN)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
@@ -106,6 +135,11 @@ def vocabulary_rows(tokenizer: PreTrainedTokenizerFast) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
+def rows_without_token(tokenizer: PreTrainedTokenizerFast, rows: int) -> list[int]:
+    """Which of `rows` rows of an embedding no token has (padding, gaps): ids that must never be generated."""
+    return sorted(set(range(rows)) - set(tokenizer.get_vocab().values()))
+
+
 def silence_transformers() -> None:
     """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user.
 
@@ -120,8 +154,8 @@ def silence_transformers() -> None:
     logging.set_verbosity_error()
 
 
-_COPY_AGAIN = "Copy or make the directory again; it is incomplete or damaged."
+COPY_AGAIN = "Copy or make the directory again; it is incomplete or damaged."
 
 
-def _first_line(fault: BaseException) -> str:
+def first_line(fault: BaseException) -> str:
     return (str(fault).strip().splitlines() or [type(fault).__name__])[0].rstrip(".")

@@ -18,17 +18,13 @@ from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
-from onecard.errors import ArtifactError, ConfigError, DataError
-from onecard.model import lora
+from onecard.errors import ArtifactError, DataError
 from onecard.model.load import (
-    check_tokenizer_fits,
-    load_model,
-    load_tokenizer,
-    model_directory,
     tokenizer_file,
     vocabulary_rows,
 )
 from onecard.tokenizer.template import encode_chat
+from onecard.train.base import Base
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
 from onecard.train.session import check, fingerprint, free_settings_removed, train
@@ -46,21 +42,11 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
     check(config)
-    if not config.lora_rank:
-        for name in ("lora_alpha", "lora_dropout", "target_modules"):
-            if getattr(config, name) != FinetuneConfig.model_fields[name].default:
-                console.warn(f"{name} is not used: lora_rank = 0 trains all weights.")
-    base = model_directory(config.model)
-    tokenizer = load_tokenizer(base)
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"The tokenizer in {base} has no chat template.",
-            "Fine-tune a model made with onecard, or one made for chat.",
-        )
-    base_config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    config = config.model_copy(update={"max_length": _length(config, base_config)})
+    base = Base.open(config)
+    tokenizer = base.tokenizer
+    config = config.model_copy(update={"max_length": base.row_tokens(config, USUAL_LENGTH)})
     files = [path for source in config.sources for path in source_files(source)]
-    inputs = [artifact.hash_tree(base), *(artifact.hash_file(path) for path in files)]
+    inputs = [artifact.hash_tree(base.source), *(artifact.hash_file(path) for path in files)]
     run = RunDirectory.open(
         config.output,
         fingerprint=fingerprint(config, inputs),
@@ -72,51 +58,24 @@ def prepare(config: FinetuneConfig) -> Task:
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
 
-    def build() -> Any:
-        model = load_model(base)
-        check_tokenizer_fits(tokenizer, model, base)
-        if config.lora_rank:
-            _add_adapters(config, model)
-        return model
-
-    def complete(model: Any) -> None:
-        """The adapters alone for whoever keeps the base, then merged, so that every verb reads the model."""
-        lora.save(model, run.path / "adapter", base)
-        lora.merge(model)
-
-    width = int(base_config.get("hidden_size", 768))
     return Task(
         verb="finetune",
         config=config,
         run=run,
         precision=precision,
         tokenizer=tokenizer,
-        build_model=build,
+        architecture=base.architecture,
+        build_model=lambda: base.build(config),
         rows=rows,
         held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
         weights=[1.0] * len(rows.per_source),
         packing=config.packing,
-        defaults=_defaults(width, adapters=config.lora_rank > 0),
-        parents=[base, *files],
+        defaults=_defaults(base.width, adapters=config.lora_rank > 0),
+        parents=[base.source, *files],
         sample_prompts=_prompts(run, tokenizer),
         facts={"rows": found},
-        complete=complete if config.lora_rank else None,
+        complete=base.completion(config, run),
     )
-
-
-def _length(config: FinetuneConfig, base_config: dict[str, Any]) -> int:
-    """Tokens of a row: what is asked for (ConfigError beyond the positions that the model knows), or what most need."""
-    positions = (base_config.get("text_config") or base_config).get("max_position_embeddings") or base_config.get(
-        "n_positions"
-    )
-    if config.max_length == "auto":
-        return min(USUAL_LENGTH, positions or USUAL_LENGTH)
-    if positions is not None and config.max_length > positions:
-        raise ConfigError(
-            f"max_length {config.max_length} is more than the {positions} positions of the model in {config.model}.",
-            f"Set max_length to at most {positions}.",
-        )
-    return config.max_length
 
 
 def _defaults(width: int, *, adapters: bool) -> Defaults:
@@ -138,16 +97,6 @@ def _defaults(width: int, *, adapters: bool) -> Defaults:
         num_epochs=3.0,
         optimizer=optimizer,
         update_tokens=2048 if width <= 256 else 8192,
-    )
-
-
-def _add_adapters(config: FinetuneConfig, model: Any) -> None:
-    alpha = 2.0 * config.lora_rank if config.lora_alpha == "auto" else config.lora_alpha
-    names = lora.add(model, config.lora_rank, alpha, config.lora_dropout, config.target_modules, config.seed)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    console.note(
-        f"  adapters of rank {config.lora_rank}, alpha {alpha:g}, {trained / 1e6:.2f}M parameters, beside frozen "
-        f"weights: {lora.coverage(names)}"
     )
 
 

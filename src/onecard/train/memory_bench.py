@@ -157,6 +157,8 @@ def _in_a_process(config: MemoryBenchConfig, batch: int, changes: dict[str, Any]
             "compile": config.compile,
             "optimizer": "adamw",
             "learning_rate": 1e-4,
+            "activation_checkpointing": "none",
+            "optimizer_states": "fp32",
             **changes,
         },
         "vocabulary_size": config.vocabulary_size,

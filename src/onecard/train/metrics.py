@@ -84,6 +84,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def resident_bytes() -> int:
+    """What this process holds in the memory of the host now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def peak_memory_bytes(device: str) -> int:
     """Peak allocated bytes of the card, or peak resident bytes of this process on a CPU."""
     if device == "cuda":

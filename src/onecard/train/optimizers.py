@@ -58,7 +58,7 @@ def check(config: TrainingConfig, precision: str | None = None) -> None:
             "Set gradients = fp32, or optimizer_in_backward = false.",
         ),
         (
-            config.optimizer == "adafactor" and config.optimizer_states != "fp32",
+            config.optimizer == "adafactor" and config.optimizer_states not in ("auto", "fp32"),
             "optimizer = adafactor keeps next to nothing, "
             f"so optimizer_states = {config.optimizer_states} saves nothing.",
             "Set optimizer_states = fp32, or optimizer = adamw.",

@@ -12,6 +12,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from onecard.train.metrics import resident_bytes
+
 SAMPLE_SECONDS = 0.005
 
 
@@ -30,7 +32,7 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated()
             return
         _give_back_free_memory()
-        self._before = self._most = _resident_bytes()
+        self._before = self._most = resident_bytes()
         if not _reset_high_water_mark():
             self._sampler = threading.Thread(target=self._sample, daemon=True)
             self._sampler.start()
@@ -51,13 +53,7 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):
-            self._most = max(self._most, _resident_bytes())
-
-
-def _resident_bytes() -> int:
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+            self._most = max(self._most, resident_bytes())
 
 
 def _give_back_free_memory() -> None:

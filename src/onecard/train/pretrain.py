@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
 from onecard.config import PretrainConfig
+from onecard.data import token_cache
 from onecard.data.corpus import Split, read_documents
 from onecard.data.packing import StreamRows
-from onecard.data.tokens import Encoded, TokenStore, write_store
+from onecard.data.tokens import TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
-from onecard.model.load import load_tokenizer, tokenizer_file, vocabulary_rows
+from onecard.model.load import load_tokenizer, tokenizer_hash, vocabulary_rows
 from onecard.model.presets import Preset, llama_config, preset
 from onecard.model.start import LARGEST_VOCABULARY, apply_start, bigram_counts, fit_bigram, fit_flops
 from onecard.plan.speed import choose_size
 from onecard.settings import nearest
-from onecard.tokenizer.template import encode_documents, encode_prompt
+from onecard.tokenizer.stream import encode_stream
+from onecard.tokenizer.template import encode_prompt
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
 from onecard.train.session import check, fingerprint, free_settings_removed, train
@@ -26,8 +27,8 @@ from onecard.train.task import Defaults, Task
 
 # The start from counts may take this share of a run: it saves a run of minutes about a third of its updates.
 LARGEST_START_SHARE = 0.05
-# Characters tokenised at a time: enough to keep all cores busy, little enough to keep memory flat.
-BATCH_CHARACTERS = 4_000_000
+# Passes over the corpus where neither their number nor a time is given: more teach little (Muennighoff et al. 2023).
+EPOCHS = 4.0
 
 
 def pretrain(config: PretrainConfig) -> dict[str, Any]:
@@ -40,17 +41,17 @@ def prepare(config: PretrainConfig) -> Task:
     check(config)
     corpus = artifact.read_manifest(config.corpus, "corpus")
     tokenizer = load_tokenizer(config.tokenizer)
-    tokenizer_hash = artifact.hash_file(tokenizer_file(config.tokenizer))
+    tokenizer_mark = tokenizer_hash(config.tokenizer)
     if config.size != "auto":
         preset(config.size)
-    mark = fingerprint(config, [corpus.content_hash, tokenizer_hash])
+    mark = fingerprint(config, [corpus.content_hash, tokenizer_mark])
     run = RunDirectory.open(
         config.output, fingerprint=mark, settings=free_settings_removed(config), overwrite=config.overwrite
     )
     config = run.in_force(config)
     vocabulary = vocabulary_rows(tokenizer)
-    store = _store(run, config.corpus, "train", tokenizer, vocabulary, tokenizer_hash)
-    held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_hash)
+    store = _store(run, config.corpus, "train", tokenizer, vocabulary, tokenizer_mark)
+    held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_mark)
     if store is None:
         raise DataError(f"The corpus {config.corpus} has no document to train on.", "Run `onecard clean` on more text.")
     unknown = set(config.mix) - set(store.sources)
@@ -70,17 +71,19 @@ def prepare(config: PretrainConfig) -> Task:
         from_counts = run.plan["start"] == "bigram"
     else:
         work = _training_flops(config, shape, vocabulary, rows, weights, precision.flops_per_second)
-        from_counts = _starts_from_counts(config, shape, vocabulary, work)
+        from_counts = starts_from_counts(config, shape, vocabulary, work)
     if from_counts:
         shape = replace(shape, tied=False)
+
+    def architecture() -> Any:
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        # Positions beyond a training row were never seen: the model is not promised to read further.
+        return llama_config(shape, vocabulary=vocabulary, max_positions=config.row_tokens, token_ids=ids)
 
     def build() -> Any:
         from transformers import LlamaForCausalLM
 
-        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        # Positions beyond a training row were never seen: the model is not promised to read further.
-        settings = llama_config(shape, vocabulary=vocabulary, max_positions=config.row_tokens, token_ids=ids)
-        return LlamaForCausalLM(settings)
+        return LlamaForCausalLM(architecture())
 
     def start(model: Any) -> None:
         console.note("  counting which token follows which, and starting the model from that")
@@ -93,6 +96,7 @@ def prepare(config: PretrainConfig) -> Task:
         run=run,
         precision=precision,
         tokenizer=tokenizer,
+        architecture=architecture,
         build_model=build,
         start=start if from_counts else None,
         rows=rows,
@@ -118,7 +122,7 @@ def _training_flops(
     return by_rows if config.time_limit_minutes is None else min(by_rows, 60 * config.time_limit_minutes * rate)
 
 
-def _starts_from_counts(config: PretrainConfig, shape: Preset, vocabulary: int, work: float) -> bool:
+def starts_from_counts(config: PretrainConfig, shape: Preset, vocabulary: int, work: float) -> bool:
     """Whether the model starts at token statistics; ConfigError where that is asked for and cannot be.
 
     `auto` takes it where it is a small share of `work`, the FLOP of the run.
@@ -156,9 +160,9 @@ def _check_vocabulary(shape: Preset, vocabulary: int) -> None:
 
 
 def _store(
-    run: RunDirectory, corpus: Path, split: Split, tokenizer: Any, vocabulary: int, tokenizer_hash: str
+    run: RunDirectory, corpus: Path, split: Split, tokenizer: Any, vocabulary: int, tokenizer_mark: str
 ) -> TokenStore | None:
-    """The tokens of one split, made once a run; None if the split has no document."""
+    """The tokens of one split, made once for a corpus and a tokenizer; None if the split has no document."""
     directory = run.tokens / split
     if (directory / "meta.json").exists():
         try:
@@ -166,30 +170,20 @@ def _store(
             return store if store.count else None
         except ArtifactError:
             console.note(f"  the token store {directory} is incomplete and is made again")
-    documents = ((document.source, document.text) for document in read_documents(corpus, split))
-    store = write_store(directory, _encode(tokenizer, documents), vocabulary=vocabulary, tokenizer_hash=tokenizer_hash)
+    files = [artifact.hash_file(path) for path in sorted(corpus.glob("documents-*.parquet"))]
+    key = artifact.hash_json(["documents", artifact.versions(), files, split, tokenizer_mark])
+    again = token_cache.fetch(key, {split: directory}) is not None
+    if not again:
+        documents = ((document.source, document.text) for document in read_documents(corpus, split))
+        encoded = encode_stream(tokenizer, documents)
+        write_store(directory, encoded, vocabulary=vocabulary, tokenizer_hash=tokenizer_mark)
+        token_cache.keep(key, {split: directory}, {})
+    store = TokenStore(directory)
     if not store.count:
         return None
-    console.note(f"  {split}: {store.count:,} tokens in {store.meta['documents']:,} documents")
+    of_before = ", tokenised before" if again else ""
+    console.note(f"  {split}: {store.count:,} tokens in {store.meta['documents']:,} documents{of_before}")
     return store
-
-
-def _encode(tokenizer: Any, documents: Iterable[tuple[str, str]]) -> Iterator[Encoded]:
-    """(source, text) pairs as bos text eos, many at a time on all cores; memory stays bounded."""
-    batch: list[tuple[str, str]] = []
-    characters = 0
-    for item in documents:
-        batch.append(item)
-        characters += len(item[1])
-        if characters >= BATCH_CHARACTERS:
-            yield from _encode_batch(tokenizer, batch)
-            batch, characters = [], 0
-    yield from _encode_batch(tokenizer, batch)
-
-
-def _encode_batch(tokenizer: Any, batch: list[tuple[str, str]]) -> Iterator[Encoded]:
-    for (source, _), ids in zip(batch, encode_documents(tokenizer, [text for _, text in batch])):
-        yield Encoded(source, ids)
 
 
 def _shape(
@@ -232,7 +226,7 @@ def _defaults(shape: Preset, *, from_counts: bool) -> Defaults:
     return Defaults(
         learning_rate=gentle * shape.learning_rate,
         muon_learning_rate=0.015 if from_counts else 0.02,
-        num_epochs=4.0,
+        num_epochs=EPOCHS,
         optimizer="muon",
         update_tokens=shape.update_tokens,
     )

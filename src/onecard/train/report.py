@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from onecard.console import format_bytes, format_duration
 from onecard.report import Page
 from onecard.train.directory import changes, shown
+from onecard.train.foresight import predicted_text
 from onecard.train.metrics import RunLog, read_lines
 from onecard.train.vitals import energy_text
 
@@ -21,10 +22,13 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     rows = log.metrics()
     changed = sorted([*plan.get("amended", []), *changes(run)], key=lambda entry: int(entry["step"]))
     shape = f"{plan['parameters'] / 1e6:.1f}M parameters, {plan['optimizer']}, {plan['precision']}"
+    preferences = any("margin" in row for row in rows)
     page = Page(f"{verb}: {run.name}", shape)
     page.facts(
         {
-            "loss on held-out rows (nats a token)": result["held_out_loss"] if result["held_out_loss"] else "none",
+            f"loss on held-out rows{'' if preferences else ' (nats a token)'}": result["held_out_loss"]
+            if result["held_out_loss"]
+            else "none",
             "updates": result["updates"],
             "tokens": result["tokens"],
             "tokens/s": round(result["tokens_per_second"]),
@@ -36,9 +40,25 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     page.heading("Loss")
     page.figure(
         lambda axes: _draw_loss(axes, rows, changed),
-        "Cross-entropy in nats a token: each update, its running mean, held-out rows"
+        f"{'Loss of the preferences' if preferences else 'Cross-entropy in nats a token'}: each update, its running "
+        "mean, held-out rows"
         f"{'; what was changed on the way' if changed else ''}.",
     )
+    if preferences:
+        page.figure(
+            lambda axes: _draw_rewards(axes, rows),
+            "Rewards: how far the model has moved towards the chosen and the rejected answers, each mean of an update "
+            "and of the held-out rows (markers). A margin that grows while both fall is the rule; both far below 0 say "
+            "that the model unlearns to answer at all.",
+        )
+        page.table(
+            ["", *(f"update {row['step']:,}" for row in (rows[0], rows[-1]))],
+            [
+                [label, *(f"{row[key]:,.3f}" if key in row else "" for row in (rows[0], rows[-1]))]
+                for key, label in _PREFERENCES.items()
+                if any(key in row for row in (rows[0], rows[-1]))
+            ],
+        )
     if changed:
         page.heading("Changed on the way")
         page.table(
@@ -52,6 +72,7 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
             ["time", format_duration(plan["predicted_seconds"]), format_duration(result["seconds"])],
             ["tokens a second", f"{plan['predicted_tokens_per_second']:,.0f}", f"{result['tokens_per_second']:,.0f}"],
             ["updates", f"{plan['max_steps']:,}", f"{result['updates']:,}"],
+            ["peak memory", predicted_text(plan), format_bytes(result["peak_memory_bytes"])],
             ["updates skipped", "0", f"{result['skipped']:,}"],
         ],
     )
@@ -86,7 +107,7 @@ def _write_sensors(page: Page, run: Path, rows: list[dict[str, Any]], result: di
             "Temperature of the card (its highest between two lines of metrics.jsonl) and its power (mean).",
         )
     if cooling:
-        page.paragraph(f"The run waited {format_duration(cooling)} for the card to cool.")
+        page.paragraph(f"The run waited {format_duration(cooling)} for the card to cool, beside the time above.")
     for text in found:
         page.paragraph(text)
 
@@ -138,7 +159,36 @@ def _draw_loss(axes: Axes, rows: list[dict[str, Any]], changed: list[dict[str, A
             color="#667085",
         )
     axes.set_xlabel("update")
-    axes.set_ylabel("loss (nats/token)")
+    axes.set_ylabel("loss" if any("margin" in row for row in rows) else "loss (nats/token)")
+    axes.legend(frameon=False)
+
+
+_PREFERENCES = {
+    "accuracy": "chosen answer ahead (share)",
+    "margin": "margin of the rewards",
+    "reward_chosen": "reward of the chosen",
+    "reward_rejected": "reward of the rejected",
+    "logp_chosen": "log-probability of the chosen",
+    "logp_rejected": "log-probability of the rejected",
+    "length_chosen": "tokens of the chosen",
+    "length_rejected": "tokens of the rejected",
+    "held_out_accuracy": "chosen answer ahead, held-out rows",
+    "held_out_margin": "margin, held-out rows",
+}
+
+
+def _draw_rewards(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    for name, label, color in (("chosen", "chosen", "#18794e"), ("rejected", "rejected", "#b54708")):
+        for prefix, style in (
+            ("", {"linewidth": 1.2, "label": label}),
+            ("held_out_", {"marker": "o", "markersize": 4}),
+        ):
+            points = [(row["step"], row[f"{prefix}reward_{name}"]) for row in rows if f"{prefix}reward_{name}" in row]
+            if points:
+                axes.plot(*zip(*points), color=color, **style)
+    axes.axhline(0, color="#98a2b3", linewidth=0.8)
+    axes.set_xlabel("update")
+    axes.set_ylabel("reward")
     axes.legend(frameon=False)
 
 

@@ -22,17 +22,24 @@ def make_plan(
 ) -> dict[str, Any]:
     """Resolve every `auto`; measure real updates where a time limit decides their number."""
     config, defaults = task.config, task.defaults
-    batch, accumulation = _batch_shape(task)
+    batch, accumulation = batch_shape(
+        config,
+        row_tokens=task.rows.max_length,
+        update_tokens=defaults.update_tokens,
+        device=task.precision.device,
+    )
     order = RowOrder(task.rows.per_source, task.weights, seed=config.seed, rows_per_update=batch * accumulation)
     plan: dict[str, Any] = {
         "verb": task.verb,
         "batch_size": batch,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": _optimizer(config, defaults),
+        "optimizer": optimizer_of(config, defaults),
         "learning_rate": _learning_rate(config, defaults),
         "muon_learning_rate": (
             defaults.muon_learning_rate if config.muon_learning_rate == "auto" else config.muon_learning_rate
         ),
+        "activation_checkpointing": config.activation_checkpointing,
+        "optimizer_states": config.optimizer_states,
         "precision": task.precision.name,
         "device": task.precision.device,
         "compiled": compiled,
@@ -77,7 +84,8 @@ def make_plan(
     }
 
 
-def _optimizer(config: TrainingConfig, defaults: Defaults) -> str:
+def optimizer_of(config: TrainingConfig, defaults: Defaults) -> str:
+    """What `auto` is for this verb and model."""
     return defaults.optimizer if config.optimizer == "auto" else config.optimizer
 
 
@@ -85,11 +93,10 @@ def _learning_rate(config: TrainingConfig, defaults: Defaults) -> float:
     return defaults.learning_rate if config.learning_rate == "auto" else config.learning_rate
 
 
-def _batch_shape(task: Task) -> tuple[int, int]:
+def batch_shape(config: TrainingConfig, *, row_tokens: int, update_tokens: int, device: str) -> tuple[int, int]:
     """Rows in a micro-batch and micro-batches in an update, so that an update has about `update_tokens` tokens."""
-    config, length = task.config, task.rows.max_length
-    wanted = max(1, task.defaults.update_tokens // length)
-    most = max(1, (4096 if task.precision.device == "cpu" else 16384) // length)
+    wanted = max(1, update_tokens // row_tokens)
+    most = max(1, (4096 if device == "cpu" else 16384) // row_tokens)
     if config.optimizer_in_backward:  # gradients of several micro-batches cannot be added up
         return (min(most, wanted) if config.batch_size == "auto" else config.batch_size), 1
     if config.batch_size == "auto" and config.gradient_accumulation_steps == "auto":
@@ -111,6 +118,13 @@ def say_plan(task: Task, plan: dict[str, Any]) -> None:
         f"{console.format_duration(plan['predicted_seconds'])} at "
         f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
     )
+    if "predicted_peak_memory_bytes" in plan:
+        parts = [(size, kind) for kind, size in plan["predicted_memory"].items() if size]
+        console.note(
+            f"  memory: {console.format_bytes(sum(size for size, _ in parts))} ("
+            + ", ".join(f"{kind} {console.format_bytes(size)}" for size, kind in sorted(parts, reverse=True))
+            + f"); {console.format_bytes(plan['free_memory_bytes'])} are free"
+        )
     limit = task.config.time_limit_minutes
     if limit is not None and plan["predicted_seconds"] < 0.8 * 60 * limit and task.config.max_steps == "auto":
         console.note(

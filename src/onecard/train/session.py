@@ -17,13 +17,13 @@ from onecard.data.batches import RowOrder
 from onecard.data.packing import PaddedRows
 from onecard.errors import ConfigError, DoesNotFit, Interrupted, OnecardError
 from onecard.model import attention
-from onecard.model.load import silence_transformers
-from onecard.train import activations, compilation, optimizers, precision, report, space, timing
+from onecard.model.load import rows_without_token, silence_transformers
+from onecard.train import activations, compilation, foresight, optimizers, precision, report, space, timing
 from onecard.train.activations import Activations
 from onecard.train.compilation import compile_layers
+from onecard.train.foresight import Outlook
 from onecard.train.loop import Loop, LoopSettings
 from onecard.train.metrics import RunLog, peak_memory_bytes
-from onecard.train.objectives import NextToken
 from onecard.train.run_plan import make_plan, say_plan
 from onecard.train.schedule import Schedule
 from onecard.train.task import Task
@@ -40,9 +40,11 @@ _FREE = {
     "keep_every",
     "log_every",
     "pause_above_celsius",
+    "when_hot",
     "electricity_price",
     "currency",
     "detach",
+    "check_memory",
 }
 
 
@@ -75,7 +77,8 @@ def train(task: Task) -> dict[str, Any]:
             if getattr(task.config, name):
                 console.warn(f"{name} is not used: no row is held out to judge the model by.")
     try:
-        return _train(task, stored)
+        outlook = _settle(task, stored)
+        return _train(task, stored, outlook)
     except torch.OutOfMemoryError as fault:
         RunLog(task.run.path).event("oom", reason=str(fault).splitlines()[0])
         raise DoesNotFit(
@@ -95,6 +98,7 @@ def rehearsal(task: Task) -> tuple[Any, dict[str, Any], Callable[..., Loop]]:
 
     Keywords given to the maker take the place of what the plan says.
     """
+    _settle(task, None)
     model, _, compiled = _made_ready(task, None)
     plan = make_plan(task, model, compiled=compiled, time_updates=lambda _: 1.0)  # how long it takes is of no interest
     if task.start is not None:
@@ -132,10 +136,21 @@ def _made_ready(task: Task, stored: dict[str, Any] | None) -> tuple[Any, bool, b
     return model, packed, compiled
 
 
-def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
+def _settle(task: Task, stored: dict[str, Any] | None) -> Outlook | None:
+    """Leave nothing about memory to `auto`: by prediction, or as the plan of the run has it."""
+    if stored is not None:
+        task.config = task.config.model_copy(update=foresight.settings_of(stored))
+        return None
+    task.config, outlook = foresight.look_ahead(task)
+    check(task.config, task.precision.name)
+    return outlook
+
+
+def _train(task: Task, stored: dict[str, Any] | None, outlook: Outlook | None) -> dict[str, Any]:
     model, packed, compiled = _made_ready(task, stored)
     if stored is None:
         plan = make_plan(task, model, compiled=compiled, time_updates=lambda plan: _time_updates(task, model, plan))
+        plan |= {} if outlook is None else outlook.plain()
         task.run.write_plan(plan)
     else:
         plan = stored
@@ -171,7 +186,7 @@ def _train(task: Task, stored: dict[str, Any] | None) -> dict[str, Any]:
 
 def _pack(task: Task, model: Any) -> bool:
     """Let the model attend packed rows; False where it cannot, or shall not: then each row holds one document."""
-    if task.packing is not False and attention.switch(model):
+    if task.packing is not False and attention.switch(model, writes=task.writes):
         return True
     if task.packing is True:
         raise ConfigError(
@@ -182,6 +197,9 @@ def _pack(task: Task, model: Any) -> bool:
         console.note(
             f"  a {model.config.model_type} model cannot keep documents in one row apart: rows are padded instead"
         )
+    task.padded = True
+    if task.takes_rows_apart:
+        return False
     task.rows = PaddedRows(task.rows.store, task.rows.max_length)
     if task.held_out is not None:
         task.held_out = PaddedRows(task.held_out.store, task.held_out.max_length)
@@ -241,7 +259,7 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
     return Loop(
         run=task.run.path,
         model=model,
-        objective=NextToken(padded=isinstance(task.rows, PaddedRows)),
+        objective=task.objective(task.padded),
         rows=task.rows,
         order=order,
         held_out=held_out,
@@ -304,24 +322,31 @@ def _spread(per_source: list[int], *, limit: int) -> list[int]:
 
 
 def save_model(model: Any, tokenizer: Any, directory: Path, *, stop_ids: list[int], sampling: dict[str, Any]) -> None:
-    """Write the model directory in Hugging Face layout; configuration, generation settings and tokenizer stop alike."""
+    """Write the model directory in Hugging Face layout; configuration, generation settings and tokenizer stop alike.
+
+    Without `stop_ids` it is one that writes nothing.
+    """
     from transformers import GenerationConfig
 
     from onecard.tokenizer.train import save_tokenizer
 
     silence_transformers()
     generation: Any = GenerationConfig
-    eos = stop_ids[0] if len(stop_ids) == 1 else stop_ids
     attention.use_own(model)
-    model.config.eos_token_id = eos
-    model.generation_config = generation(
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=eos,
-        pad_token_id=tokenizer.pad_token_id,
-        **sampling,
-    )
     tokenizer = copy.deepcopy(tokenizer)
-    if stop_ids[0] != tokenizer.eos_token_id:
+    if stop_ids:
+        eos = stop_ids[0] if len(stop_ids) == 1 else stop_ids
+        # Other programs generate too: rows that no token has are never theirs to say.
+        spare = rows_without_token(tokenizer, model.get_input_embeddings().weight.shape[0])
+        model.config.eos_token_id = eos
+        model.generation_config = generation(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=eos,
+            pad_token_id=tokenizer.pad_token_id,
+            **({"suppress_tokens": spare} if spare else {}),
+            **sampling,
+        )
+    if stop_ids and stop_ids[0] != tokenizer.eos_token_id:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop_ids[0])
     with artifact.new_directory(directory, replace=True) as temporary:
         model.save_pretrained(str(temporary))
@@ -337,7 +362,9 @@ def _stop_ids(task: Task) -> list[int]:
     """What ends a text of the trained model: the end of a turn after fine-tuning, else the end of a document."""
     from onecard.tokenizer.template import stop_token_ids
 
-    if task.verb != "finetune" and task.tokenizer.eos_token_id is not None:
+    if not task.writes:
+        return []
+    if task.verb == "pretrain" and task.tokenizer.eos_token_id is not None:
         return [task.tokenizer.eos_token_id]
     found = stop_token_ids(task.tokenizer)
     if not found:
@@ -348,12 +375,13 @@ def _stop_ids(task: Task) -> list[int]:
 
 
 def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[str, Any]:
-    chat = task.verb == "finetune"
+    chat = task.verb != "pretrain"
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9} if not chat else {"do_sample": False}
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all()), "the loop applies finite updates only"
     if task.complete is not None:
         task.complete(model)
+    examined = {} if task.examine is None else task.examine(model)
     save_model(model, task.tokenizer, task.run.path / "model", stop_ids=_stop_ids(task), sampling=sampling)
     rows = RunLog(task.run.path).metrics()
     measured_losses = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
@@ -379,9 +407,11 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         "loss": rows[-1]["loss"] if rows else None,
         "held_out_loss": kept,
         "predicted_seconds": plan["predicted_seconds"],
+        "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
         **measured,
         **loop.vitals.result(),
         **{key: plan[key] for key in task.facts if key in plan},
+        **examined,
     }
     report.write(task.run.path, task.verb, plan, result)
     loop.log.event("end", step=loop.step)
@@ -393,6 +423,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
             ["time", console.format_duration(plan["predicted_seconds"]), console.format_duration(loop.seconds)],
             ["tokens/s", f"{plan['predicted_tokens_per_second']:,.0f}", f"{measured['tokens_per_second']:,.0f}"],
             ["updates", f"{plan['max_steps']:,}", f"{loop.step:,}"],
+            ["peak memory", foresight.predicted_text(plan), console.format_bytes(measured["peak_memory_bytes"])],
             ["loss on held-out rows", "", "none held out" if kept is None else f"{kept:.3f}"],
             *([] if result["energy_kwh"] is None else [["energy of the card", "", energy_text(result)]]),
         ],

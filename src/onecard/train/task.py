@@ -12,6 +12,7 @@ from onecard.config import TrainingConfig
 from onecard.data.packing import Rows
 from onecard.settings import Auto
 from onecard.train.directory import RunDirectory
+from onecard.train.objectives import NextToken, Objective
 from onecard.train.precision import Precision
 
 
@@ -46,8 +47,19 @@ class Task:
     parents: list[Path]
     sample_prompts: list[tuple[str, list[int]]]
     start: Callable[[Any], None] | None = None
+    # The transformers configuration of the model: its memory is predicted before it is built.
+    architecture: Callable[[], Any] | None = None
     packing: bool | Auto = "auto"
+    # Made with whether rows are padded; one that says so takes packed rows apart itself.
+    objective: Callable[[bool], Objective] = NextToken
+    takes_rows_apart: bool = False
+    # False: the model names classes and writes nothing.
+    writes: bool = True
+    # Found out once the model is there: it cannot keep the documents of a packed row apart.
+    padded: bool = False
     saving: Callable[[], AbstractContextManager[object]] = nullcontext
     facts: dict[str, Any] = field(default_factory=dict)
+    # Looks at the trained model before it is saved; what it gives stands in the result, and it may write into the run.
+    examine: Callable[[Any], dict[str, Any]] | None = None
     # Done to the trained model before it is saved, such as merging adapters into it.
     complete: Callable[[Any], None] | None = None
