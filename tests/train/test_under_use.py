@@ -88,3 +88,13 @@ def test_unknown_is_no_cause() -> None:
 
 def test_a_processor_that_waits_for_data_is_spoken_of_too() -> None:
     assert causes(2, 0.5, **dict.fromkeys(BUSY)) == ["data"]
+
+
+def test_a_card_that_was_left_alone_to_cool_is_not_called_idle() -> None:
+    made = UnderUse()
+    found = []
+    for minute in range(4):
+        made.update(0.0, 60.0)
+        found.append(made.look(span_of([Sample(**BUSY | {"card_utilisation": 0.4})] * 60), rested=minute < 3))
+    assert found[:3] == [None] * 3
+    assert found[3] is not None and found[3].cause == "host"

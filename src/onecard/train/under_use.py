@@ -34,7 +34,7 @@ class UnderUse:
         self._window_samples = window_samples
         self._spans: list[Span] = []
         self._waited_seconds = self._seconds = 0.0
-        self._started = False
+        self._started = self._rested = False
         self._named: set[str] = set()
 
     def update(self, waited_seconds: float, seconds: float) -> None:
@@ -42,13 +42,18 @@ class UnderUse:
         self._waited_seconds += waited_seconds
         self._seconds += seconds
 
-    def look(self, span: Span) -> Finding | None:
-        """Count the samples in; at the end of a window, what it shows that was not said before."""
+    def look(self, span: Span, *, rested: bool = False) -> Finding | None:
+        """Count the samples in; at the end of a window, what it shows that was not said before.
+
+        `rested`: among them are some of a card that was left alone to cool.
+        """
         self._spans.append(span)
+        self._rested |= rested
         if sum(span.count for span in self._spans) < self._window_samples:
             return None
         found = self._cause() if self._started else None
         self._spans, self._waited_seconds, self._seconds, self._started = [], 0.0, 0.0, True
+        self._rested = False
         if found is None or found.cause in self._named:
             return None
         self._named.add(found.cause)
@@ -63,7 +68,7 @@ class UnderUse:
                 "Put the run and its rows on a local SSD and close what else uses the disk and the processor.",
             )
         busy = self._mean("card_utilisation")
-        if busy is not None and busy < BUSY:
+        if busy is not None and busy < BUSY and not self._rested:
             return self._idle(busy)
         return self._throttled()
 

@@ -22,7 +22,8 @@ JOULES_A_KWH = 3.6e6
 
 
 class Vitals:
-    """`earlier_kwh` was drawn by the processes of this run before this one (None: unknown, or none)."""
+    """`earlier_kwh` was drawn by the processes of this run before this one (None: unknown, or none), which waited for
+    the card to cool for `earlier_cooling_seconds`."""
 
     def __init__(
         self,
@@ -33,10 +34,13 @@ class Vitals:
         electricity_price: float | None = None,
         currency: str = "",
         earlier_kwh: float | None = None,
+        earlier_cooling_seconds: float = 0.0,
     ) -> None:
         self._log, self._sampler, self._heat = log, sampler, heat
         self._electricity_price, self._currency, self._earlier_kwh = electricity_price, currency, earlier_kwh
+        self._earlier_cooling_seconds = earlier_cooling_seconds
         self._under_use = UnderUse()
+        self._cooled_before = 0.0
 
     def __enter__(self) -> Self:
         if self._sampler is not None:
@@ -78,18 +82,29 @@ class Vitals:
         self._under_use.update(waited_seconds, seconds)
 
     def row(self, step: int) -> dict[str, Any]:
-        """For a line of metrics.jsonl: what was sampled since the last one (nothing if it was not), and the energy."""
+        """For a line of metrics.jsonl: what was sampled since the last one (nothing if it was not), and the energy.
+
+        Also how long the run has waited for the card to cool, if it has.
+        """
         if self._sampler is None:
             return {}
+        cooled = self.cooling_seconds
+        cooling = {"cooling_seconds": round(cooled, 3)} if cooled else {}
         span = self._sampler.take()
         if span.count == 0:
-            return {}
-        finding = self._under_use.look(span)
+            return cooling
+        finding = self._under_use.look(span, rested=cooled > self._cooled_before)
+        self._cooled_before = cooled
         if finding is not None:
             self._log.event("under_use", step=step, cause=finding.cause, what=finding.what)
             console.warn(f"{finding.what} {finding.remedy}")
         energy = self.energy_kwh
-        return _known(span) | ({} if energy is None else {"energy_kwh": round(energy, 9)})
+        return _known(span) | cooling | ({} if energy is None else {"energy_kwh": round(energy, 9)})
+
+    @property
+    def cooling_seconds(self) -> float:
+        """How long the run, in all its processes, has waited for the card to cool: no part of `seconds`."""
+        return self._earlier_cooling_seconds + (0.0 if self._heat is None else self._heat.seconds)
 
     @property
     def energy_kwh(self) -> float | None:
@@ -106,7 +121,7 @@ class Vitals:
             "energy_kwh": energy,
             "energy_cost": None if energy is None or price is None else energy * price,
             "currency": self._currency,
-            "cooling_seconds": 0.0 if self._heat is None else self._heat.seconds,
+            "cooling_seconds": self.cooling_seconds,
         }
 
 
@@ -123,14 +138,21 @@ def open_vitals(
 
         card = torch.cuda.get_device_name()
     sampler = Sampler(sensors or open_sensors(device, run))
-    heat = HeatGuard(guards_with(guards_of(card), config.pause_above_celsius), sampler.latest, log.event)
+    heat = HeatGuard(
+        guards_with(guards_of(card), config.pause_above_celsius),
+        sampler.latest,
+        log.event,
+        slow=config.when_hot == "slow",
+    )
+    rows = log.metrics()
     return Vitals(
         log,
         sampler,
         heat,
         electricity_price=config.electricity_price,
         currency=config.currency,
-        earlier_kwh=max((row["energy_kwh"] for row in log.metrics() if "energy_kwh" in row), default=None),
+        earlier_kwh=max((row["energy_kwh"] for row in rows if "energy_kwh" in row), default=None),
+        earlier_cooling_seconds=max((row.get("cooling_seconds", 0.0) for row in rows), default=0.0),
     )
 
 
@@ -186,6 +208,8 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
 def readings(row: dict[str, Any]) -> list[list[str]]:
     """What a line of metrics.jsonl says of card and host, for a person: [label, text]; what is unknown is left out."""
     shown = [[label, text(row[name])] for name, (label, text) in _SHOWN.items() if name in row]
+    if "cooling_seconds" in row:
+        shown.append(["waited for the card to cool", console.format_duration(row["cooling_seconds"])])
     if "energy_kwh" in row:
         shown.append(["energy of the card", energy_text(row)])
     return shown
