@@ -11,18 +11,11 @@ from pathlib import Path
 
 import pytest
 from misfortunes import Misfortune
-from tiny_runs import Process, Stop, events, run, write_corpus
+from tiny_runs import Process, Stop, events, run
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import chaos
 from onecard.train import checkpoint
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("chaos")
-    write_corpus(made)
-    return made
 
 
 @pytest.fixture(scope="module")

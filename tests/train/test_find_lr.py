@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SIZE, pretrain_settings, write_corpus
+from tiny_runs import pretrain_settings, write_corpus
 
 from onecard import artifact
 from onecard.config import FindFinetuneRateConfig, FindPretrainRateConfig
-from onecard.model import presets
 from onecard.settings import build
 from onecard.train import find_lr
 from onecard.train.find_lr import Point, Trial
@@ -22,11 +21,7 @@ from onecard.train.timing import left_as_found
 Finder = Callable[..., tuple[dict[str, Any], Path]]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
-    monkeypatch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture

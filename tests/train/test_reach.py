@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import SIZE, events, lines, pretrain_settings, write_corpus
+from tiny_runs import cut, during, events, lines, quicken, tiny_pretrain
 
-from onecard import cli
+from onecard import artifact, cli
 from onecard.config import PauseConfig, PretrainConfig, ResumeConfig, SetConfig, StatusConfig
 from onecard.errors import ConfigError, Interrupted, OnecardError
-from onecard.model import presets
 from onecard.settings import build
 from onecard.train import control, reach, status
 from onecard.train.directory import holder, locked
@@ -31,41 +30,12 @@ from onecard.train.pretrain import pretrain
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
-    monkeypatch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("reach")
-    write_corpus(made)
-    return made
-
-
-def settings(folder: Path, tokenizer: Path, output: Path, **changes: Any) -> PretrainConfig:
-    plain = {"start": "random", "optimizer": "muon"}
-    return build(PretrainConfig, pretrain_settings(folder, tokenizer, **plain | changes) | {"output": str(output)})
-
-
-def during(patch: pytest.MonkeyPatch, step: int, act: Callable[[Loop], None]) -> None:
-    """Do something while update `step` (from 1) is computed."""
-    original = Loop.update
-
-    def update(self: Loop, number: int) -> Any:
-        result = original(self, number)
-        if self.step == step - 1:
-            act(self)
-        return result
-
-    patch.setattr(Loop, "update", update)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def paused(folder: Path, tokenizer: Path, output: Path, step: int, **changes: Any) -> PretrainConfig:
     """A run that was paused after update `step`; returns its settings."""
-    made = settings(folder, tokenizer, output, **changes)
+    made = tiny_pretrain(folder, tokenizer, output, **changes)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         during(patch, step, lambda loop: control.ask(loop.run_directory, control.PAUSE))
         pretrain(made)
@@ -76,8 +46,7 @@ def paused(folder: Path, tokenizer: Path, output: Path, step: int, **changes: An
 def stopped(folder: Path, tiny_tokenizer_directory: Path) -> Path:
     """A paused run that the tests which use it leave as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-        patch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+        quicken(patch)
         paused(folder, tiny_tokenizer_directory, folder / "stopped", 6)
     return folder / "stopped"
 
@@ -151,6 +120,9 @@ def test_time_left_is_the_pace_of_late_with_evaluations() -> None:
         rows.append({"step": step, "seconds": seconds} | ({"held_out_loss": 1.0} if step % 4 == 0 else {}))
     assert status.seconds_left(rows, 22) == pytest.approx(10 * 12 / 8)
     assert status.seconds_left(rows[:2], 22) is None
+    # So it is with 3 s of cooling after each update.
+    hot = [row | {"cooling_seconds": 3.0 * row["step"]} for row in rows]
+    assert status.seconds_left(hot, 22) == pytest.approx(10 * (12 / 8 + 3))
 
 
 def test_a_lock_is_seen_from_another_process_and_not_after_it(tmp_path: Path) -> None:
@@ -177,7 +149,7 @@ REFUSED = [
     ("learning_rate=-1", "greater than 0", "peak learning rate"),
     ("schedule=linear", "schedule", "cosine"),
     ("save_every=auto", "was resolved", "Give a value"),
-    ("max_steps=6", "lies behind", "pause"),
+    ("max_steps=6", "lies behind", "Give more than 6."),
     ("mix={poem=2}", "poem", "poems"),
     ("mix={poems=0, news=0}", "weight of 0", "positive"),
     ("learning_rate", "KEY=VALUE", "learning_rate=1e-5"),
@@ -227,6 +199,99 @@ def test_a_change_waits_for_the_next_start_and_is_shown(
         reach.resume(ResumeConfig(run=tmp_path / "a"))
 
 
+# --- longer than planned ------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_trained_longer_as_if_it_had_been_asked_for_in_its_last_update(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    pretrain(tiny_pretrain(folder, tiny_tokenizer_directory, tmp_path / "a"))
+    with pytest.MonkeyPatch.context() as patch:
+        during(patch, 12, lambda loop: control.ask(loop.run_directory, "max_steps", 16))
+        pretrain(tiny_pretrain(folder, tiny_tokenizer_directory, tmp_path / "b"))
+    short, before = weights(tmp_path / "a"), artifact.read_manifest(tmp_path / "a")
+    answer = reach.resume(ResumeConfig(run=tmp_path / "a", set=["max_steps=16"]))
+    assert answer["updates"] == 16
+    long, other = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(long[name], tensor) for name, tensor in other.items())
+    assert any(not torch.equal(long[name], tensor) for name, tensor in short.items())
+    after = artifact.verify(tmp_path / "a")
+    assert after.fingerprint == before.fingerprint and after.content_hash != before.content_hash
+    assert after.result["updates"] == 16
+    said = ask_status(tmp_path / "a")
+    assert (said["state"], said["step"], said["max_steps"]) == ("finished", 16, 16)
+    assert [(e["name"], e["old"], e["new"], e["step"]) for e in said["changes"]] == [("max_steps", 12, 16, 12)]
+    assert [row["step"] for row in lines(tmp_path / "a" / "metrics.jsonl")] == list(range(1, 17))
+
+
+def test_what_a_finished_run_is_set_to_is_done_when_it_goes_on(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    made = tiny_pretrain(folder, tiny_tokenizer_directory, tmp_path / "a")
+    pretrain(made)
+    model = (tmp_path / "a" / "model" / "model.safetensors").read_bytes()
+    said = reach.change(SetConfig(run=tmp_path / "a", changes=["max_steps=14", "weight_decay=0.5"]))
+    assert said["state"] == "finished" and len(said["changes"]) == 2
+    assert "max_steps: 12 -> 14 when it goes on" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
+        during(patch, 13, lambda loop: control.ask(loop.run_directory, control.PAUSE))
+        reach.resume(ResumeConfig(run=tmp_path / "a"))
+    # Until the end of the longer run the model of the shorter one stays.
+    assert (tmp_path / "a" / "model" / "model.safetensors").read_bytes() == model
+    assert ask_status(tmp_path / "a")["state"] == "paused"
+    assert pretrain(made)["updates"] == 14  # the original command goes on with it too
+    assert (tmp_path / "a" / "model" / "model.safetensors").read_bytes() != model
+
+
+def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "a"
+    pretrain(tiny_pretrain(folder, tiny_tokenizer_directory, run))
+    for changes, what, remedy in (
+        ([], "its 12 updates are made", "--set max_steps=24"),
+        (["weight_decay=0.1"], "its 12 updates are made", "--set max_steps=24"),
+        (["max_steps=12"], "lies behind: update 12 is done", "Give more than 12"),
+        (["max_steps=8"], "lies behind", "Give more than 12"),
+    ):
+        with pytest.raises(OnecardError) as fault:
+            reach.resume(ResumeConfig(run=run, set=changes))
+        assert what in fault.value.what and remedy in fault.value.remedy
+    shutil.rmtree(run / "checkpoints")
+    for verb in (
+        lambda: reach.resume(ResumeConfig(run=run, set=["max_steps=20"])),
+        lambda: reach.change(SetConfig(run=run, changes=["max_steps=20"])),
+    ):
+        with pytest.raises(OnecardError, match="has no whole checkpoint any more"):
+            verb()
+    assert artifact.verify(run).result["updates"] == 12 and control.waiting(run) == []
+
+
+def test_a_run_that_was_stopped_early_goes_on_when_that_is_taken_back(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "evaluate", lambda self: 1.0 + self.step)  # worse and worse
+    made = tiny_pretrain(folder, tiny_tokenizer_directory, tmp_path / "a", early_stopping=1, evaluate_every=3)
+    assert pretrain(made)["updates"] == 6
+    with pytest.raises(OnecardError, match="early_stopping = 1 ended it after update 6"):
+        reach.resume(ResumeConfig(run=tmp_path / "a", set=["max_steps=14"]))
+    answer = reach.resume(ResumeConfig(run=tmp_path / "a", set=["early_stopping=none"]))
+    assert answer["updates"] == 12
+
+
+def test_a_run_that_broke_off_may_end_between_its_checkpoint_and_where_it_was(
+    folder: Path, tiny_tokenizer_directory: Path, tmp_path: Path
+) -> None:
+    """Checkpoint 3, lines to update 4: an end after 4 lies behind what was seen, and before what goes on."""
+    made = tiny_pretrain(folder, tiny_tokenizer_directory, tmp_path / "a")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        during(patch, 5, cut)
+        pretrain(made)
+    with pytest.raises(ConfigError, match="max_steps = 3 lies behind: update 3 is done"):
+        reach.change(SetConfig(run=tmp_path / "a", changes=["max_steps=3"]))
+    assert reach.resume(ResumeConfig(run=tmp_path / "a", set=["max_steps=4"]))["updates"] == 4
+
+
 # --- resume -------------------------------------------------------------------------------------------------------
 
 
@@ -235,8 +300,8 @@ def test_a_resumed_run_ends_like_an_undisturbed_one_whatever_the_micro_batch(
 ) -> None:
     monkeypatch.chdir(folder)  # relative paths are meant from here, wherever it is gone on
     places = {"corpus": "corpus", "output": "whole", "keep_last": 5, "max_grad_norm": 0.5}
-    pretrain(build(PretrainConfig, settings(folder, tiny_tokenizer_directory, folder).plain() | places))
-    broken = build(PretrainConfig, settings(folder, tiny_tokenizer_directory, folder).plain() | places)
+    pretrain(build(PretrainConfig, tiny_pretrain(folder, tiny_tokenizer_directory, folder).plain() | places))
+    broken = build(PretrainConfig, tiny_pretrain(folder, tiny_tokenizer_directory, folder).plain() | places)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         during(patch, 5, lambda loop: control.ask(loop.run_directory, control.PAUSE))
         pretrain(broken.model_copy(update={"output": Path("broken")}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import SIZE, events, lines, pretrain_settings, steps, write_corpus
+from tiny_runs import events, lines, pretrain_settings, quicken, steps
 
 from onecard.config import PretrainConfig
 from onecard.errors import Interrupted
 from onecard.machine.faults import HardwareFault
 from onecard.machine.sensors import Sample, Sampler
-from onecard.model import presets
 from onecard.settings import build
 from onecard.train import checkpoint, control, heat, report, vitals
 from onecard.train.metrics import RunLog, read_lines
@@ -39,20 +39,11 @@ class Recorded:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-    monkeypatch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
-    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
+def quick_sensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
     monkeypatch.setattr("onecard.train.session._time_updates", lambda *_: 0.01)
     monkeypatch.setattr(vitals, "Sampler", partial(Sampler, interval_seconds=0.001))
     monkeypatch.setattr(heat, "LOOK_EVERY_SECONDS", 0.001)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("vitals")
-    write_corpus(made)
-    return made
 
 
 @pytest.fixture
@@ -97,6 +88,33 @@ def test_a_run_that_gets_hot_waits_and_its_energy_has_a_price(
     assert "for the card to cool" in page
     assert "energy of the card" in page
     assert "energy of the card" in capsys.readouterr().out
+
+
+def test_a_hot_run_slows_down_and_learns_the_same(
+    train: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heat, "SETTLE_SECONDS", 0.0)
+    run = tmp_path / "run"
+
+    def of(_: int) -> Sample:
+        """Too hot until the run rests a fifth of its time."""
+        duties = [row["duty"] for row in read_lines(run / "events.jsonl") if row["event"] == "thermal"]
+        return HOT if not duties or min(duties) > 0.8 else Sample(card_celsius=85, card_watts=200.0)
+
+    def learned() -> list[Any]:
+        return [(row["step"], row["loss"], row["tokens"], row["lr"]) for row in lines(run / "metrics.jsonl")]
+
+    cool_result = train(lambda _: WARM, when_hot="slow")
+    cool = learned()
+    shutil.rmtree(run)
+    result = train(of, when_hot="slow")
+    assert learned() == cool
+    duties = [row["duty"] for row in events(run, "thermal")]
+    assert duties[:2] == [0.9, 0.8] and duties == sorted(duties, reverse=True)
+    assert (cool_result["cooling_seconds"], result["cooling_seconds"] > 0) == (0.0, True)
+    waited = [row["cooling_seconds"] for row in lines(run / "metrics.jsonl") if "cooling_seconds" in row]
+    assert waited == sorted(waited) and waited[-1] == pytest.approx(result["cooling_seconds"], abs=1e-3)
+    assert result["seconds"] == lines(run / "metrics.jsonl")[-1]["seconds"]
 
 
 def test_without_a_card_there_is_no_energy_and_no_zero(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import SIZE, events, lines, pretrain_settings, write_corpus
+from tiny_runs import events, lines, pretrain_settings, quicken
 
 from onecard.config import PretrainConfig
 from onecard.errors import ConfigError
-from onecard.model import presets
 from onecard.settings import build
 from onecard.train.loop import Loop
 from onecard.train.pretrain import pretrain
@@ -47,20 +46,7 @@ OTHER: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny size; no figures, no products measured."""
-    monkeypatch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-    monkeypatch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
-    monkeypatch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus."""
-    made = tmp_path_factory.mktemp("ways")
-    write_corpus(made)
-    return made
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def settings(folder: Path, tokenizer: Path, output: Path, changes: dict[str, Any]) -> PretrainConfig:
@@ -83,8 +69,7 @@ def losses(output: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def plain(folder: Path, tiny_tokenizer_directory: Path) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, 2, 32, 2, 1))
-        patch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
+        quicken(patch)
         return trained(folder, tiny_tokenizer_directory, folder / "plain", {})
 
 

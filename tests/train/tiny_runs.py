@@ -9,9 +9,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from misfortunes import Misfortune, befall
+
+if TYPE_CHECKING:
+    import pytest
+
+    from onecard.config import PretrainConfig
+    from onecard.train.loop import Loop
 
 # Imported once by the server that new processes are forked from.
 PRELOAD = [
@@ -27,6 +33,7 @@ PRELOAD = [
     "onecard.tokenizer.train",
     "onecard.train.pretrain",
     "onecard.train.finetune",
+    "onecard.train.align",
     __name__,
 ]
 SIZE = "tiny"
@@ -46,6 +53,44 @@ def add_tiny_size() -> None:
     from onecard.model import presets
 
     presets.PRESETS[SIZE] = presets.Preset(SIZE, layers=2, width=32, heads=2, key_value_heads=1)
+
+
+def quicken(patch: pytest.MonkeyPatch) -> None:
+    """Make runs of this process start at once: the size `tiny`, no figures, no products measured."""
+    from onecard.model import presets
+
+    patch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, layers=2, width=32, heads=2, key_value_heads=1))
+    patch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
+    patch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+
+
+def tiny_pretrain(folder: Path, tokenizer: Path, output: Path, **changes: Any) -> PretrainConfig:
+    """The settings of a run on the corpus in `folder`, with Muon from random weights where nothing else is said."""
+    from onecard.config import PretrainConfig
+    from onecard.settings import build
+
+    plain = {"start": "random", "optimizer": "muon"}
+    return build(PretrainConfig, pretrain_settings(folder, tokenizer, **plain | changes) | {"output": str(output)})
+
+
+def during(patch: pytest.MonkeyPatch, step: int, act: Callable[[Loop], None]) -> None:
+    """Do something while update `step` (from 1) is computed, whenever it is."""
+    from onecard.train.loop import Loop
+
+    original = Loop.update
+
+    def update(self: Loop, number: int) -> Any:
+        result = original(self, number)
+        if self.step == step - 1:
+            act(self)
+        return result
+
+    patch.setattr(Loop, "update", update)
+
+
+def cut(loop: Loop) -> None:
+    """What `during` can do: end the run without a word."""
+    raise RuntimeError("power cut")
 
 
 def pretrain_settings(folder: Path, tokenizer: Path, output: str = "run", **changes: Any) -> dict[str, Any]:

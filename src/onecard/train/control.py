@@ -12,7 +12,8 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -118,16 +119,21 @@ class Control:
         rows = [Request(**row) for row in read_lines(self._changes)]
         self._again = [request for request in rows if request.step >= step]
 
-    def due(self, step: int) -> list[Request]:
-        """What is to be done after update `step`: what was done there before, then what is newly asked."""
+    def due(self, step: int, settle: Callable[[Request], Request | None] = lambda request: request) -> list[Request]:
+        """What is to be done after update `step`: what was done there before, then what is newly asked.
+
+        `settle` says what becomes of a change that is newly asked; None: it cannot be, and is not recorded.
+        """
         found = [request for request in self._again if request.step == step]
         self._again = [request for request in self._again if request.step != step]
         for path in self._asked():
             request = _read(path)
-            if request is not None:
-                made = Request(**(asdict(request) | {"step": step}))
-                if made.name != PAUSE:
+            made = None if request is None else replace(request, step=step)
+            if made is not None and made.name != PAUSE:
+                made = settle(made)
+                if made is not None:
                     self._record(made)
+            if made is not None:
                 found.append(made)
             path.unlink(missing_ok=True)
         return found

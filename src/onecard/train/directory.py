@@ -47,7 +47,9 @@ class RunDirectory:
             raise ArtifactError(f"{path} already exists and is not a run.", "Choose another --output.")
         if (path / artifact.MANIFEST).exists() and not overwrite:
             raise ArtifactError(
-                f"{path} holds a finished run.", "Choose another --output, or pass --overwrite to replace it."
+                f"{path} holds a finished run.",
+                "Choose another --output, pass --overwrite to replace it, or train it longer: "
+                f"onecard resume {path} --set max_steps=N",
             )
         run = cls(path, fingerprint, settings)
         with artifact.disk_faults(path):

@@ -14,7 +14,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from onecard import console
 from onecard.data.batches import RowOrder
 from onecard.data.packing import RowBatch, Rows, gather
 from onecard.data.prefetch import Prefetch
-from onecard.errors import Interrupted, OnecardError
-from onecard.train import checkpoint, state
+from onecard.errors import Interrupted
+from onecard.train import changes, checkpoint, recovery, state
 from onecard.train.background import Saver
 from onecard.train.compilation import begin_pass, uncompiled
 from onecard.train.control import PAUSE, Control
@@ -39,9 +40,6 @@ from onecard.train.schedule import Schedule
 from onecard.train.stopping import StopRequest, stop_on_signals
 from onecard.train.vitals import Vitals
 from onecard.train.watchdog import Action, Finding, Limits, Watchdog
-
-_SCHEDULE = {"kind", "max_steps", "warmup_ratio", "decay_ratio", "final_ratio"}
-_SETTINGS = {"max_steps", "max_grad_norm", "evaluate_every", "save_every", "keep_last", "log_every", "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class Loop:
         if size == 1 or self.optimizers.in_backward:  # inside backward some weights have been stepped already
             raise fault
         self.optimizers.zero_grad()
-        self.change("batch_size", (size + 1) // 2)
+        changes.make(self, "batch_size", (size + 1) // 2)
         self.log.event("oom", step=self.step + 1, batch_size=self.settings.batch_size, was=size)
         console.warn(
             f"The memory ran out in update {self.step + 1}: it is done again with batch_size "
@@ -281,10 +279,11 @@ class Loop:
             finally:
                 self.model.train()
         decaying = self.schedule.factor(self.step - self.skipped) < self._factor
-        self._say(self.watchdog.after_evaluation(held_out_loss, texts, decaying=decaying))
+        self.say(self.watchdog.after_evaluation(held_out_loss, texts, decaying=decaying))
         return held_out_loss
 
-    def _say(self, findings: list[Finding]) -> None:
+    def say(self, findings: list[Finding]) -> None:
+        """Write findings of the watchdog down, and say them."""
         for finding in findings:
             self.log.event("finding", step=self.step, what=finding.kind, text=finding.text)
             console.warn(f"Update {self.step}: {finding.text}")
@@ -313,30 +312,6 @@ class Loop:
         self.log.cut_after(self.step)
         return True
 
-    def change(self, name: str, value: Any) -> None:
-        """Give a setting (one of `control.MEANWHILE`) another value from the next update on."""
-        if name == "mix" and not self.order.has_rows([value.get(s, 1.0) for s in self.rows.store.sources]):
-            console.warn(f"mix = {value} leaves no row of any source: it stays as it is.")
-            return
-        self.changes[name] = value
-        if name in ("learning_rate", "muon_learning_rate", "weight_decay"):
-            self.optimizers.change(name, value)
-        elif name == "gradient_accumulation_steps":
-            self._reorder(self.order.changed(self.taken, rows_per_update=value * self.settings.batch_size))
-        elif name == "mix":
-            weights = [float(value.get(source, 1.0)) for source in self.rows.store.sources]
-            self._reorder(self.order.changed(self.taken, weights=weights))
-        else:
-            field = {"schedule": "kind", "final_learning_rate_ratio": "final_ratio"}.get(name, name)
-            if field in _SCHEDULE:
-                self.schedule = replace(self.schedule, **{field: value})
-            if field in _SETTINGS:
-                self.settings = replace(self.settings, **{field: value})
-
-    def _reorder(self, order: RowOrder) -> None:
-        self.close()  # what was made ahead is of the old order
-        self.order, self.taken = order, 0
-
     # --- the run --------------------------------------------------------------------------------------------------
 
     def run(self, description: str) -> None:
@@ -359,7 +334,7 @@ class Loop:
             stop_on_signals() as stop,
             console.progress(description, self.settings.max_steps, "updates", done=self.step) as bar,
         ):
-            while self.step < self.settings.max_steps and not self.watchdog.enough:
+            while self._goes_on(bar):
                 self._watch(stop)
                 self._obey(bar)
                 settings = self.settings
@@ -370,7 +345,7 @@ class Loop:
                 self.step += 1
                 self.taken += 1
                 self.tokens += result.tokens
-                if self._judge(result, update_seconds) is Action.ROLL_BACK:
+                if recovery.judge(self, result, update_seconds) is Action.ROLL_BACK:
                     bar.advance(self.step - bar.done)
                     continue
                 last = self.step == settings.max_steps
@@ -378,7 +353,7 @@ class Loop:
                 last = last or self.watchdog.enough
                 self.seconds += time.monotonic() - started
                 if last or held_out_loss is not None or self.step % settings.log_every == 0:
-                    self._record(result, held_out_loss, update_seconds)
+                    self.record(result, held_out_loss, update_seconds)
                 bar.advance(1, f"loss {result.loss:.3f}")
                 # Read once: what comes during the save is obeyed after the next update, which is then saved too.
                 stopped_by = stop.signal
@@ -396,6 +371,17 @@ class Loop:
                     )
 
         self._take_best()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no update is left to make, as things stand."""
+        return self.step >= self.settings.max_steps or self.watchdog.enough
+
+    def _goes_on(self, bar: console.Progress) -> bool:
+        """Whether there is another update to make; what was asked for in the last one may have moved the end."""
+        if self.at_end:
+            self._obey(bar)
+        return not self.at_end
 
     def _take_best(self) -> None:
         """With early stopping the model that counts is the one with the lowest loss on held-out rows."""
@@ -422,17 +408,17 @@ class Loop:
         raise fault
 
     def _obey(self, bar: console.Progress) -> None:
-        """Make the changes that were asked for; Interrupted, with everything saved, if a pause was."""
+        """Make the changes that were asked for; Interrupted, with everything saved, if a pause was before the end."""
         pause = None
-        for request in self.control.due(self.step):
+        for request in self.control.due(self.step, partial(changes.settled, self)):
             if request.name == PAUSE:
                 pause = request
                 continue
-            self.change(request.name, request.value)
+            changes.make(self, request.name, request.value)
             console.note(f"  {request.name} = {request.value} from update {self.step + 1} on ({request.who})")
             if request.name == "max_steps":
                 bar.total = request.value
-        if pause is not None:
+        if pause is not None and not self.at_end:  # at its end it need not pause
             self.saver.finish()
             if not checkpoint.directory_of(self.run_directory, self.step).exists():
                 self.save()
@@ -442,7 +428,8 @@ class Loop:
                 f"Go on with: onecard resume {self.run_directory}",
             )
 
-    def _record(self, result: UpdateResult, held_out_loss: float | None, update_seconds: float) -> None:
+    def record(self, result: UpdateResult, held_out_loss: float | None, update_seconds: float) -> None:
+        """Write a line of metrics.jsonl."""
         extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.log.update(
             step=self.step,
@@ -457,56 +444,3 @@ class Loop:
             **self.vitals.row(self.step),
             **extra,
         )
-
-    def _judge(self, result: UpdateResult, update_seconds: float) -> Action:
-        """Do what the watchdog says after an update: nothing, or go back. OnecardError where it gives up."""
-        # What is as it was when the trouble began is not worth going back to.
-        good = self.step - max(1, self.watchdog.skips_in_a_row + result.skipped)
-        if result.skipped:
-            self.skipped += 1
-            rows = self.order.rows_of_update(self.taken - 1)
-            self.log.event("skip", step=self.step, loss=str(result.loss), grad_norm=str(result.grad_norm), rows=rows)
-            # Inside backward the weights whose gradients came before the fault have been stepped already.
-            kept = "All weights are finite" if self.optimizers.in_backward else "Weights are unchanged"
-            console.warn(f"Update {self.step} is skipped: its loss or gradient is not finite. {kept}.")
-        action, findings = self.watchdog.after_update(result.loss, result.grad_norm, skipped=result.skipped)
-        if action is not Action.GIVE_UP:
-            self._say(findings)
-        if action is Action.ROLL_BACK:
-            return self._roll_back(before=good)
-        if action is Action.GIVE_UP:
-            self._record(result, None, update_seconds)
-            self.save()
-            raise OnecardError(
-                f"The run gives up after update {self.step}: {findings[-1].text} Its weights are finite and saved.",
-                f"Look at the rows named in {self.run_directory / 'events.jsonl'}; begin anew with a lower "
-                "learning_rate, or run the same command again to go on after them.",
-            )
-        return action
-
-    def _roll_back(self, *, before: int) -> Action:
-        """Go back to the newest whole checkpoint before an update, and on with the rows after those that failed.
-
-        Without a checkpoint the weights stay as they are, which skipped updates have not changed.
-        The checkpoint is written again with that place in the data, so that a resumed run does not meet them either.
-        """
-        self.saver.finish()
-        newest = checkpoint.newest_whole(self.run_directory, before=before)
-        if newest is None:
-            return Action.GO_ON
-        failed, order, taken, count = self.step, self.order, self.taken, self.watchdog.roll_backs
-        state.restore(self, newest[1])
-        self.close()
-        self.order, self.taken, self.watchdog.roll_backs = order, taken, count
-        self.log.cut_after(self.step)
-        rates = {}
-        if self.settings.roll_back_learning_rate_factor < 1:
-            for name, peak in self.optimizers.peaks().items():
-                rates[name] = peak * self.settings.roll_back_learning_rate_factor
-                self.change(name, rates[name])
-        self.log.event("rollback", step=self.step, failed=failed, **rates)
-        console.warn(f"The run goes back from update {failed} to {self.step} and on with other rows.")
-        checkpoint.forget_after(self.run_directory, self.step)
-        self.saver.reach(self.step)
-        self.save()
-        return Action.ROLL_BACK

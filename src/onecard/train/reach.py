@@ -10,12 +10,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
-from onecard.config import FinetuneConfig, PauseConfig, PretrainConfig, ResumeConfig, SetConfig, TrainingConfig
+from onecard.config import (
+    AlignConfig,
+    ClassifyConfig,
+    FinetuneConfig,
+    PauseConfig,
+    PretrainConfig,
+    ResumeConfig,
+    SetConfig,
+    TrainingConfig,
+)
 from onecard.errors import ArtifactError, ConfigError, OnecardError
 from onecard.settings import assignment, build, nearest
 from onecard.train import control
@@ -23,7 +32,12 @@ from onecard.train.directory import PLAN, locked, shown
 from onecard.train.metrics import RunLog
 from onecard.train.status import Standing, describe, find, in_force, last_checkpoint
 
-KINDS: dict[str, type[TrainingConfig]] = {"pretrain": PretrainConfig, "finetune": FinetuneConfig}
+KINDS: dict[str, type[TrainingConfig]] = {
+    "pretrain": PretrainConfig,
+    "finetune": FinetuneConfig,
+    "align": AlignConfig,
+    "classify": ClassifyConfig,
+}
 # What another process can do differently with the same weights and rows.
 RESTART = (
     "batch_size",
@@ -45,6 +59,7 @@ RESTART = (
     "on_spike",
     "early_stopping",
     "pause_above_celsius",
+    "when_hot",
     "electricity_price",
     "currency",
 )
@@ -137,6 +152,8 @@ def change(config: SetConfig) -> dict[str, Any]:
     run = find(config.run)
     _check_changeable(run)
     wanted = _checked(run, config.changes)
+    if run.state == "finished":
+        _check_goes_on(run, wanted)
     later = [name for name in wanted if name not in control.MEANWHILE]
     if later:
         raise ConfigError(
@@ -157,11 +174,6 @@ def change(config: SetConfig) -> dict[str, Any]:
 
 
 def _check_changeable(run: Standing) -> None:
-    if run.state == "finished":
-        raise ArtifactError(
-            f"{run.path} is finished: nothing of it can change any more.",
-            "Begin another run, from its model if need be (onecard finetune).",
-        )
     if not run.plan:
         raise ArtifactError(
             f"{run.path} has no plan yet, so nothing can change in it.",
@@ -169,6 +181,37 @@ def _check_changeable(run: Standing) -> None:
         )
     if run.verb not in KINDS:
         raise ArtifactError(f"{run.path} was made by {run.verb}, which this version does not know.", "Update onecard.")
+
+
+def _check_goes_on(run: Standing, wanted: Mapping[str, Any]) -> None:
+    """ArtifactError unless a finished run has updates left to make under what is wanted, and the state to make them."""
+    from onecard.train import checkpoint
+
+    settings = {**_before(run), **wanted}
+    done = describe(run)["step"]
+    early = done < in_force(run)["max_steps"]
+    if settings["max_steps"] <= done:
+        raise ArtifactError(
+            f"{run.path} is finished: its {done:,} updates are made, and nothing of them can change any more.",
+            f"Train it longer: onecard resume {run.path} --set max_steps={2 * done} (or begin another from its model).",
+        )
+    if early and "early_stopping" not in wanted:
+        raise ArtifactError(
+            f"{run.path} is finished: early_stopping = {settings['early_stopping']} ended it after update {done:,}.",
+            f"Go on in spite of it: onecard resume {run.path} --set early_stopping=none",
+        )
+    if checkpoint.newest_whole(run.path) is None:
+        raise ArtifactError(
+            f"{run.path} is finished and has no whole checkpoint any more: it cannot be trained longer.",
+            "Begin another run from its model (onecard finetune), or make it anew with its original command.",
+        )
+
+
+def _open_again(run: Standing) -> None:
+    """A finished run is one to go on with from here; its model stays until the new one takes its place."""
+    with locked(run.path), artifact.disk_faults(run.path):
+        (run.path / artifact.MANIFEST).unlink()
+        artifact.flush_directory(run.path)
 
 
 def _before(run: Standing) -> dict[str, Any]:
@@ -218,11 +261,14 @@ def _check_together(run: Standing, settings: dict[str, Any]) -> None:
 
 
 def _check_length(run: Standing, max_steps: int) -> None:
+    """ConfigError for an end that lies behind. Updates after the last checkpoint of a run that broke off do not."""
     done = describe(run)["step"]
+    if not run.runs and run.state != "finished":
+        done = min(done, (last_checkpoint(run.path) or (0,))[0])
     if max_steps <= done:
         raise ConfigError(
             f"max_steps = {max_steps} lies behind: update {done} is done.",
-            f"Give more than {done}; or stop here with: onecard pause {run.path}",
+            f"Give more than {done}{f'; or stop here with: onecard pause {run.path}' if run.runs else ''}.",
         )
 
 
@@ -281,8 +327,13 @@ def prepare_resume(run: Standing, changes: Sequence[str]) -> TrainingConfig:
     kind = KINDS[run.verb]
     values = {**run.plan.get("free", {}), **run.plan["asked"], "output": str(_seen_from(run))}
     settings = build(kind, {name: value for name, value in values.items() if name in kind.model_fields})
-    if changes:
-        _amend(run, _checked(run, changes))
+    wanted = _checked(run, changes) if changes else {}
+    if run.state == "finished":
+        _check_goes_on(run, wanted)
+    if wanted:
+        _amend(run, wanted)
+    if run.state == "finished":
+        _open_again(run)
     return settings
 
 

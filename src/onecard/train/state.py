@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onecard import console
 from onecard.data.batches import Position
-from onecard.train import checkpoint
+from onecard.train import changes, checkpoint
 
 if TYPE_CHECKING:
     from onecard.train.loop import Loop
@@ -90,7 +90,7 @@ def restore(loop: Loop, path: Path) -> None:
     if loop.precision.device == "cuda" and "generator/cuda" in loaded:
         torch.cuda.set_rng_state(loaded["generator/cuda"])
     for name, value in found["changes"].items():
-        loop.change(name, value)
+        changes.make(loop, name, value)
     order = found["order"]
     loop.close()
     loop.order = loop.order.moved(

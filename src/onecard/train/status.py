@@ -239,7 +239,9 @@ def seconds_left(rows: list[dict[str, Any]], max_steps: int) -> float | None:
     updates = window[-1]["step"] - window[0]["step"]
     if updates <= 0:
         return None
-    pace = (window[-1]["seconds"] - window[0]["seconds"]) / updates
+    # Waiting for a hot card to cool is no part of the training time, but of the evening.
+    first, last = (row["seconds"] + row.get("cooling_seconds", 0.0) for row in (window[0], window[-1]))
+    pace = (last - first) / updates
     return max(0.0, float((max_steps - window[-1]["step"]) * pace))
 
 
@@ -313,7 +315,7 @@ def _show(run: Standing, document: dict[str, Any]) -> None:
     lines = _settings(document["settings"])
     rows += [["settings in force" if index == 0 else "", line] for index, line in enumerate(lines)]
     console.table(f"{run.verb}: {run.path}", ["", ""], rows)
-    if not run.runs and run.state != "finished":
+    if not run.runs and (run.state != "finished" or document["waiting"]):
         console.result(f"Go on with:  onecard resume {run.path}")
 
 
