@@ -71,7 +71,7 @@ def another(template: str, special: list[str], *, plain: list[str] | None = None
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["llama-bpe"]), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS["llama-bpe"][0]), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -17,8 +17,9 @@ from onecard.config import TokenizerTrainConfig
 from onecard.data.corpus import Document, write_corpus
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.tokenizer.chunks import chunks
-from onecard.tokenizer.special import BYTES, CONTROL_TOKENS, FIXED_TOKENS, PRE_TOKENIZERS
-from onecard.tokenizer.train import train, train_model
+from onecard.tokenizer.sample import Sample
+from onecard.tokenizer.special import BYTES, CONTROL_TOKENS, DIGITS, FIXED_TOKENS, PRE_TOKENIZERS
+from onecard.tokenizer.train import check, train, train_model, train_unigram
 
 TEXTS = [
     "话说天下大势，分久必合，合久必分。周末七国分争，并入于秦。" * 3,
@@ -58,7 +59,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             corpus=source, output=folder / "tokenizer", vocabulary_size=320, pre_tokenizer=request.param
         )
     )
-    return load_tokenizer(folder / "tokenizer")
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    tokenizer.made_with = request.param
+    return tokenizer
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
@@ -98,12 +101,17 @@ def test_what_it_returns_goes_into_a_decoder_as_it_is(trained: Any) -> None:
 
 
 def test_digits(trained: Any) -> None:
-    name = trained.backend_tokenizer.to_str()
-    count = len(trained.encode("1234567890", add_special_tokens=False))
-    if json.dumps(PRE_TOKENIZERS["qwen2"])[1:-1] in name:
-        assert count == 10  # one digit a token, however often the number occurs
-    else:
-        assert count < 10
+    pieces = [text for text, _ in trained.backend_tokenizer.pre_tokenizer.pre_tokenize_str("1234567890")]
+    expected = {
+        "one": list("1234567890"),
+        "three": ["123", "456", "789", "0"],
+        "any": ["1234567890"],
+    }
+    made_with = trained.made_with
+    assert pieces == next(expected[name] for name, rules in DIGITS.items() if made_with in rules)
+    ids = trained.encode("1234567890", add_special_tokens=False)
+    # One digit a token, however often the number occurs.
+    assert len(ids) == 10 if made_with in DIGITS["one"] else len(ids) < 10
 
 
 def test_the_files_can_be_read_by_older_readers(tmp_path: Path) -> None:
@@ -189,6 +197,104 @@ def test_chunks_lose_nothing_and_prefer_white_space() -> None:
     assert max(map(len, parts)) == 50
     assert parts[0] == ("word " * 10)[:-1]
     assert parts[1].startswith(" word")
+
+
+def test_the_split_rule_follows_the_digits() -> None:
+    def rule(**settings: Any) -> str:
+        return check(TokenizerTrainConfig(**settings))
+
+    assert rule() == "qwen2"
+    assert (rule(digits="one"), rule(digits="three"), rule(digits="any")) == ("qwen2", "llama-bpe", "gpt-2")
+    assert rule(pre_tokenizer="deepseek-v3") == "deepseek-v3"
+    assert rule(pre_tokenizer="smollm", digits="one") == "smollm"
+    with pytest.raises(ConfigError, match="gpt-2 does not split numbers as digits = one says") as fault:
+        rule(pre_tokenizer="gpt-2", digits="one")
+    assert "qwen2 or smollm" in fault.value.remedy
+
+
+def test_every_split_rule_is_as_its_makers_have_it() -> None:
+    """By hand: Chinese and Latin letters run together but for deepseek-v3; a mark may lead what follows."""
+    from onecard.tokenizer.train import splitter
+
+    def pieces(name: str, text: str) -> list[str]:
+        found = splitter(name).pre_tokenize_str(text)
+        return [text[start:end] for _, (start, end) in found]
+
+    text = "CT检查2026年，it's  ok"
+    assert pieces("qwen2", text) == ["CT检查", "2", "0", "2", "6", "年", "，it", "'s", " ", " ok"]
+    assert pieces("llama-bpe", text) == ["CT检查", "202", "6", "年", "，it", "'s", " ", " ok"]
+    assert pieces("gpt-2", text) == ["CT检查", "2026", "年", "，", "it", "'s", " ", " ok"]
+    assert pieces("smollm", text) == ["CT检查", "2", "0", "2", "6", "年", "，", "it", "'s", " ", " ok"]
+    assert pieces("deepseek-v3", text) == ["CT", "检查", "202", "6", "年", "，", "it", "'s", " ", " ok"]
+
+
+# --- unigram ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unigram(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from onecard.model.load import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("unigram")
+    source = corpus(folder / "corpus", TEXTS)
+    result = train(TokenizerTrainConfig(corpus=source, output=folder / "t", vocabulary_size=320, kind="unigram"))
+    assert result["kind"] == "unigram"
+    return load_tokenizer(folder / "t")
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_unigram_round_trip(unigram: Any, text: str) -> None:
+    assert unigram.decode(unigram.encode(text, add_special_tokens=False)) == text
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_unigram_round_trip_of_any_text(unigram: Any, text: str) -> None:
+    ids = unigram.encode(text, add_special_tokens=False)
+    assert unigram.decode(ids) == text
+    assert min(ids, default=len(FIXED_TOKENS)) >= len(FIXED_TOKENS)  # text never becomes a fixed token
+
+
+def test_unigram_learns_and_is_bounded() -> None:
+    model = train_unigram(
+        ["天下大势分久必合" * 20] * 3, vocabulary_size=600, pre_tokenizer="qwen2", maximum_token_characters=3
+    )
+    learned = [model.decode([index]) for index in range(len(FIXED_TOKENS), model.get_vocab_size())]
+    assert max(len(text) for text in learned if "\ufffd" not in text) <= 3
+    assert len(model.encode("天下大势分久必合", add_special_tokens=False).ids) < 8
+    assert model.token_to_id("<|endoftext|>") == 0
+
+
+def test_unigram_takes_no_terms(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="merges, which a unigram tokenizer does not have"):
+        check(TokenizerTrainConfig(kind="unigram", mine_terms=5))
+
+
+# --- bounded memory -----------------------------------------------------------------------------------------------
+
+
+def test_a_large_corpus_is_sampled_evenly_and_always_alike(tmp_path: Path) -> None:
+    texts = [f"{number:04d} " + "字" * 95 for number in range(400)]
+    source = corpus(tmp_path / "corpus", texts)
+    whole = Sample(source, 40_000)
+    assert (whole.documents, whole.characters, whole.share) == (400, 40_000, 1.0)
+    assert list(whole) == texts
+    part = Sample(source, 10_000)
+    assert part.share == 0.25
+    taken = list(part)
+    assert taken == list(Sample(source, 10_000))
+    assert set(taken) < set(texts)
+    assert 70 < len(taken) < 130  # a quarter of 400, give or take
+    assert sum(int(text[:4]) < 200 for text in taken) > 30  # from the beginning as from the end
+    assert "".join(part.first(150)) == (taken[0] + taken[1])[:150]
+
+
+def test_a_sampled_corpus_is_said(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus", ["天下大势，分久必合。" * 10] * 40)
+    result = train(
+        TokenizerTrainConfig(corpus=source, output=tmp_path / "t", vocabulary_size=300, maximum_characters=1000)
+    )
+    assert any("Learned from 25% of the text" in note for note in result["notes"])
 
 
 MEMORY = """

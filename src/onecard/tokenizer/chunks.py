@@ -23,3 +23,17 @@ def chunks(texts: Iterable[str], characters: int = CHUNK_CHARACTERS) -> Iterator
             yield text[start:end]
             start = end
         yield text[start:]
+
+
+def batches(texts: Iterable[str], characters: int = 1_000_000) -> Iterator[list[str]]:
+    """Texts in lists of so many characters or a little more: enough for all processors, little enough for memory."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

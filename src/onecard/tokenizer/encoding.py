@@ -51,6 +51,7 @@ class Encoder:
         self._source = tokenizer.backend_tokenizer.to_str()
         added = tokenizer.added_tokens_decoder
         self.control = {token.content: index for index, token in added.items() if token.special and token.content}
+        self.markup = [token.content for token in added.values() if not token.special and token.content]
         longest_first = sorted(self.control, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -72,6 +73,11 @@ class Encoder:
         made = self._copy(_without_prefix)
         made.encode_special_tokens = True
         return made
+
+    @cached_property
+    def puts_space(self) -> bool:
+        """Whether a text by itself is encoded otherwise than one that goes on in the middle."""
+        return self.plain.to_str() != self.inner.to_str()
 
     def _copy(self, edit: Callable[[Any], None]) -> Tokenizer:
         from tokenizers import Tokenizer

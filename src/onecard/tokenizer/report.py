@@ -1,13 +1,13 @@
 """How well a tokenizer fits a corpus: characters and bytes a token by language, longest tokens, unused entries, splits.
 
-In: a tokenizer and a corpus. Out: numbers for the result, and report.html for a person. Numbers come from held-out
-documents, which the tokenizer was not trained on; where there are none, from the training documents, and a note says
-so. It does not know how the tokenizer came to be.
+In: a tokenizer and a corpus or documents. Out: numbers for the result, and report.html for a person. Numbers of a
+corpus come from held-out documents, which the tokenizer was not trained on; where there are none, from the training
+documents, and a note says so. It does not know how the tokenizer came to be, nor of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from onecard import console
 from onecard.data.corpus import Document, read_documents
 from onecard.report import Page
 from onecard.tokenizer.chunks import chunks
-from onecard.tokenizer.special import BYTES, FIXED_TOKENS
+from onecard.tokenizer.domain import TermRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,16 +26,26 @@ MEASURED_CHARACTERS = 2_000_000
 BATCH_DOCUMENTS = 256
 SAMPLE_CHARACTERS = 160
 LONGEST_SHOWN = 40
+TERMS_SHOWN = 300
+TERMS_PRINTED = 10
 
 
 @dataclass
 class Count:
-    """What the text of one language comes to."""
+    """What the text of one language, or one source, comes to."""
 
     documents: int = 0
     characters: int = 0
     bytes: int = 0
     tokens: int = 0
+
+    @property
+    def characters_per_token(self) -> float:
+        return self.characters / max(self.tokens, 1)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / max(self.tokens, 1)
 
 
 @dataclass
@@ -43,6 +53,7 @@ class Measurement:
     """What `measure` found; `used` holds the ids seen at least once, `longest` the longest tokens and their ids."""
 
     by_language: dict[str, Count] = field(default_factory=dict)
+    by_source: dict[str, Count] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     samples: dict[str, str] = field(default_factory=dict)
     longest: list[tuple[str, int]] = field(default_factory=list)
@@ -67,27 +78,43 @@ class Measurement:
 def measure(tokenizer: PreTrainedTokenizerFast, corpus: Path) -> Measurement:
     """Encode documents of each language, up to 2,000,000 characters of each split, and count."""
     found = Measurement()
-    _count(tokenizer, _limited(read_documents(corpus, "held_out")), found, found.by_language)
+    count(tokenizer, limited(read_documents(corpus, "held_out")), found)
     # An entry counts as used if any text of the corpus uses it: held-out text alone is too short to say.
-    in_training: dict[str, Count] = {}
-    _count(tokenizer, _limited(read_documents(corpus, "train")), found, in_training)
-    for language, count in sorted(in_training.items()):
+    in_training = Measurement(used=found.used, samples=found.samples)
+    count(tokenizer, limited(read_documents(corpus, "train")), in_training)
+    for language, item in sorted(in_training.by_language.items()):
         if language not in found.by_language:
-            found.by_language[language] = count
+            found.by_language[language] = item
             found.notes.append(
                 f"No document of language {language} is held out: its numbers come from the training text."
             )
-    # The single bytes stay whether used or not: they are what makes any text possible.
-    learned = range(len(FIXED_TOKENS) + BYTES, len(tokenizer))
+    for source, item in in_training.by_source.items():
+        found.by_source.setdefault(source, item)
+    look_at_entries(tokenizer, found)
+    return found
+
+
+def look_at_entries(tokenizer: PreTrainedTokenizerFast, found: Measurement) -> None:
+    """Which of the learned entries the counted text used, and the longest."""
+    learned = learned_entries(tokenizer)
     found.unused_share = 1 - len(found.used & set(learned)) / len(learned) if learned else 0.0
     decoded = [(str(tokenizer.decode([index])), index) for index in learned]
     # A token that is part of a character has no text of its own.
     whole = [(text, index) for text, index in decoded if "\ufffd" not in text]
     found.longest = sorted(whole, key=lambda entry: (-len(entry[0]), entry[1]))[:LONGEST_SHOWN]
-    return found
 
 
-def _limited(documents: Iterable[Document]) -> Iterator[Document]:
+def learned_entries(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Ids that were learned from text: neither added by name nor single bytes, which make any text possible."""
+    added = set(tokenizer.added_tokens_decoder)
+    return [
+        index
+        for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if index not in added and len(token) > 1 and not (token.startswith("<0x") and len(token) == 6)
+    ]
+
+
+def limited(documents: Iterable[Document]) -> Iterator[Document]:
     """The documents until each language has had its share of characters; a longer document is cut."""
     left: dict[str, int] = {}
     for document in documents:
@@ -98,20 +125,27 @@ def _limited(documents: Iterable[Document]) -> Iterator[Document]:
             yield Document(document.id, text, document.source, document.language, document.split)
 
 
-def _count(
-    tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], found: Measurement, counts: dict[str, Count]
-) -> None:
+def count(tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document], found: Measurement) -> None:
+    """Add what the documents come to, by language and by source."""
+
+    def counts_of(document: Document) -> tuple[Count, Count]:
+        return (
+            found.by_language.setdefault(document.language, Count()),
+            found.by_source.setdefault(document.source, Count()),
+        )
+
     def flush(batch: list[Document]) -> None:
-        parts = [(item.language, part) for item in batch for part in chunks([item.text])]
+        parts = [(item, part) for item in batch for part in chunks([item.text])]
         encoded = tokenizer.backend_tokenizer.encode_batch_fast([part for _, part in parts], add_special_tokens=False)
-        for (language, _), encoding in zip(parts, encoded):
-            counts.setdefault(language, Count()).tokens += len(encoding.ids)
+        for (document, _), encoding in zip(parts, encoded):
+            for item in counts_of(document):
+                item.tokens += len(encoding.ids)
             found.used.update(encoding.ids)
         for document in batch:
-            count = counts[document.language]
-            count.documents += 1
-            count.characters += len(document.text)
-            count.bytes += len(document.text.encode())
+            for item in counts_of(document):
+                item.documents += 1
+                item.characters += len(document.text)
+                item.bytes += len(document.text.encode())
             if document.language not in found.samples:
                 found.samples[document.language] = document.text.strip()[:SAMPLE_CHARACTERS]
 
@@ -142,8 +176,14 @@ def pieces(tokenizer: PreTrainedTokenizerFast, text: str) -> list[tuple[str, int
     return found
 
 
-def write(path: Path, tokenizer: PreTrainedTokenizerFast, found: Measurement, result: Mapping[str, Any]) -> None:
-    """Write report.html."""
+def write(
+    path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    found: Measurement,
+    result: Mapping[str, Any],
+    terms: Sequence[TermRow] = (),
+) -> None:
+    """Write report.html of a tokenizer that was trained."""
     page = Page(
         f"Tokenizer of {result['vocabulary_size']:,} entries",
         "How the text of this corpus is cut into the units that the model reads and writes. "
@@ -159,37 +199,77 @@ def write(path: Path, tokenizer: PreTrainedTokenizerFast, found: Measurement, re
     )
     for text in result["notes"]:
         page.paragraph(f"Note: {text}")
-    page.heading("By language")
-    page.table(
-        ["language", "documents", "characters", "bytes", "tokens", "characters a token", "bytes a token"],
-        [
-            [
-                name,
-                c.documents,
-                c.characters,
-                c.bytes,
-                c.tokens,
-                c.characters / max(c.tokens, 1),
-                c.bytes / max(c.tokens, 1),
-            ]
-            for name, c in sorted(found.by_language.items())
-        ],
+    counts_table(
+        page,
+        "language",
+        found.by_language,
         "Measured on held-out documents (at most 2,000,000 characters of each language).",
     )
+    if len(found.by_source) > 1:
+        counts_table(page, "source", found.by_source)
+    if terms:
+        _terms_table(page, terms)
     page.heading("How text is split")
     page.paragraph("Each mark is one token; a raised number says that a piece takes more than one.")
     for language, text in sorted(found.samples.items()):
         page.pieces(pieces(tokenizer, text), language)
-    page.heading("Longest tokens")
-    page.table(
-        ["token", "characters", "id"],
-        [[_visible(text), len(text), str(index)] for text, index in found.longest],
-        "␣ is a space, ↵ a new line, → a tab. Long tokens of boilerplate say that the corpus needs more cleaning.",
-    )
+    longest_table(page, found)
     page.save(path)
 
 
-def show(result: Mapping[str, Any], output: Path) -> None:
+def counts_table(page: Page, kind: str, counts: Mapping[str, Count], caption: str = "") -> None:
+    """What the text comes to by language, or by source."""
+    page.heading(f"By {kind}")
+    page.table(
+        [kind, "documents", "characters", "bytes", "tokens", "characters a token", "bytes a token"],
+        [
+            [name, c.documents, c.characters, c.bytes, c.tokens, c.characters_per_token, c.bytes_per_token]
+            for name, c in sorted(counts.items())
+        ],
+        caption,
+    )
+
+
+def longest_table(page: Page, found: Measurement) -> None:
+    """The longest tokens, white space made visible."""
+    page.heading("Longest tokens")
+    page.table(
+        ["token", "characters", "id"],
+        [[visible(text), len(text), str(index)] for text, index in found.longest],
+        "␣ is a space, ↵ a new line, → a tab. Long tokens of boilerplate say that the corpus needs more cleaning.",
+    )
+
+
+def _terms_table(page: Page, terms: Sequence[TermRow]) -> None:
+    page.heading("Terms")
+    placed = [row for row in terms if not row.left_out]
+    entries, saved = sum(row.entries for row in placed), sum(row.saved_tokens for row in placed)
+    page.paragraph(
+        f"{len(placed):,} terms are one token each. They need {entries:,} entries (those that several share are "
+        f"counted for each) and save {saved:,} tokens where they occur. An entry saves a token each time it is used: "
+        "a term pays if it is used more often than the entries it displaced, the least used of the vocabulary."
+    )
+    page.table(
+        ["term", "from", "occurs", "without", "now", "new entries", "saves tokens", "one token where it occurs"],
+        [
+            [
+                row.text,
+                row.origin,
+                row.count,
+                " · ".join(map(visible, row.before)),
+                " · ".join(map(visible, row.after)),
+                row.entries,
+                row.saved_tokens,
+                row.left_out or ("–" if row.whole_share is None else _percent(row.whole_share)),
+            ]
+            for row in terms[:TERMS_SHOWN]
+        ],
+        "Occurrences are those in the first 4,000,000 characters that were learned from; a term inside a longer one is "
+        "counted with the longer. � is part of a character.",
+    )
+
+
+def show(result: Mapping[str, Any], output: Path, terms: Sequence[TermRow] = ()) -> None:
     """Print the result for a person."""
     for text in result["notes"]:
         console.note(text)
@@ -198,10 +278,18 @@ def show(result: Mapping[str, Any], output: Path) -> None:
         ["entries", *(f"characters a token, {name}" for name in result["characters_per_token"]), "bytes a token"],
         [[result["vocabulary_size"], *result["characters_per_token"].values(), result["bytes_per_token"]]],
     )
+    placed = [row for row in terms if not row.left_out]
+    if placed:
+        console.table(
+            f"{len(placed):,} terms are one token each; they save {sum(row.saved_tokens for row in placed):,} tokens",
+            ["term", "occurs", "tokens without", "new entries", "saves tokens"],
+            [[row.text, row.count, len(row.before), row.entries, row.saved_tokens] for row in placed[:TERMS_PRINTED]],
+        )
     console.result(f"Report: {output / 'report.html'}")
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
+    """White space made visible."""
     return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "→").replace("\r", "⏎")
 
 

@@ -26,18 +26,35 @@ FIXED_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
 # After them come the single bytes, then what was learned.
 BYTES = 256
 
-# The regular expressions that split text before merging, by the name under which llama.cpp has the same split built in
-# (`tokenizer.ggml.pre`). A tokenizer with any other split could not be served from GGUF.
-PRE_TOKENIZERS = {
+# The regular expressions that split text before merging, applied one after another to the pieces of the one before, by
+# the name under which llama.cpp has the same split built in (`tokenizer.ggml.pre`). A tokenizer with any other split
+# could not be served from GGUF.
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "qwen2": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "llama-bpe": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
-    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "smollm": (r"\p{N}", _GPT_2),
+    "gpt-2": (_GPT_2,),
+}
+
+# What becomes of a number, and the split that is taken where only this is asked for: each digit a token, which small
+# models count best with; groups of up to three, shorter; or whatever occurs often enough.
+DIGITS = {
+    "one": ("qwen2", "smollm"),
+    "three": ("llama-bpe", "deepseek-v3"),
+    "any": ("gpt-2",),
 }
 
 # llama.cpp looks a whole piece up before merging under this name, so the tokenizer must do so too.

@@ -91,8 +91,13 @@ def encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> list[list[int]]:
     """`encode_document` of many texts, on all processors."""
     encoded = encoder_of(tokenizer).plain.encode_batch_fast([well_formed(t) for t in texts], add_special_tokens=False)
-    begin, end = _begin(tokenizer), _document_end(tokenizer)
+    begin, end = document_ends(tokenizer)
     return [begin + item.ids + end for item in encoded]
+
+
+def document_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """The ids that stand before and after a document."""
+    return _begin(tokenizer), _document_end(tokenizer)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

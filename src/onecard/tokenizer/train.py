@@ -1,26 +1,29 @@
-"""`onecard tokenizer train`: a byte-level BPE tokenizer from the training documents of a corpus.
+"""`onecard tokenizer train`: a tokenizer from the training documents of a corpus, with domain terms as single tokens.
 
 In: a corpus directory, read as a stream. Out: a tokenizer directory in Hugging Face layout with chat tokens and a chat
 template, onecard.json and report.html. Every string survives a round trip: all 256 bytes are entries and nothing is
-normalised. The module does not know how chats become ids (template) or what makes a good report (report).
+normalised. The module does not know how chats become ids (template), how terms are chosen (domain) and placed (terms),
+or what makes a good report (report).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
 from onecard.config import TokenizerTrainConfig
-from onecard.data.corpus import read_documents
 from onecard.errors import ConfigError, DataError
-from onecard.tokenizer.chunks import chunks
+from onecard.tokenizer import domain
+from onecard.tokenizer.chunks import batches, chunks
+from onecard.tokenizer.sample import Sample
 from onecard.tokenizer.special import (
     BYTES,
     CHAT_TEMPLATE,
+    DIGITS,
     END_OF_TEXT,
     FIXED_TOKENS,
     MARKUP_TOKENS,
@@ -31,6 +34,7 @@ from onecard.tokenizer.special import (
     TURN_START,
     WHOLE_PIECES_FIRST,
 )
+from onecard.tokenizer.terms import Finder, Merge, Term, place_terms
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,66 +42,105 @@ if TYPE_CHECKING:
 
 
 def train(config: TokenizerTrainConfig) -> dict[str, Any]:
-    """Train, measure and write a tokenizer; returns sizes, characters per token by language, seconds."""
+    """Train, measure and write a tokenizer; returns sizes, characters per token by language, terms, seconds."""
     from onecard.tokenizer import report
 
     started = time.monotonic()
+    split_rule = check(config)
+    inputs = [config.corpus] if config.terms is None else [config.corpus, config.terms]
+    artifact.check_output(config.output, overwrite=config.overwrite, inputs=inputs)
+    console.heading(f"Training a tokenizer of {config.vocabulary_size:,} entries on {config.corpus}")
+    sample = Sample(config.corpus, config.maximum_characters)
+    if not sample.characters:
+        raise DataError(
+            f"The corpus {config.corpus} has no text to train on.", "Run `onecard clean` with more sources."
+        )
+    notes = []
+    if sample.share < 1:
+        notes.append(
+            f"Learned from {sample.share:.0%} of the text, taken evenly (maximum_characters "
+            f"{config.maximum_characters:,}): more would need more memory and change little."
+        )
+    model, term_rows = _learn(config, sample, split_rule)
+    tokenizer = wrap(model)
+    if len(tokenizer) < config.vocabulary_size:
+        notes.append(
+            f"{len(tokenizer):,} entries instead of {config.vocabulary_size:,}: in this corpus no further pair of "
+            f"pieces is left to merge within {config.maximum_token_characters} characters. More text gives more."
+        )
+    notes += [f"{row.text} is not one token: {row.left_out}." for row in term_rows if row.left_out]
+    measured = report.measure(tokenizer, config.corpus)
+    result: dict[str, Any] = {
+        "vocabulary_size": len(tokenizer),
+        "kind": config.kind,
+        "pre_tokenizer": split_rule,
+        "documents": sample.documents,
+        "characters": sample.characters,
+        **measured.summary(),
+        **({"terms": domain.as_json(term_rows)} if term_rows else {}),
+        "notes": notes + measured.notes,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
+        save_tokenizer(tokenizer, directory)
+        report.write(directory / "report.html", tokenizer, measured, result, term_rows)
+        artifact.write_manifest(directory, "tokenizer", settings=config.plain(), parents=inputs, result=result)
+    report.show(result, config.output, term_rows)
+    return result
+
+
+def check(config: TokenizerTrainConfig) -> str:
+    """The name of the split rule that the settings mean; ConfigError for settings that do not go together."""
     smallest = len(FIXED_TOKENS) + BYTES
     if config.vocabulary_size < smallest:
         raise ConfigError(
             f"vocabulary_size {config.vocabulary_size} is too small: {smallest} entries are fixed.",
             f"Give at least {smallest + 1}.",
         )
-    artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.corpus])
-    console.heading(f"Training a tokenizer of {config.vocabulary_size:,} entries on {config.corpus}")
-    seen = _Seen()
-    model = train_model(
-        seen.texts(config.corpus),
-        vocabulary_size=config.vocabulary_size,
-        pre_tokenizer=config.pre_tokenizer,
-        maximum_token_characters=config.maximum_token_characters,
-    )
-    if not seen.characters:
-        raise DataError(
-            f"The corpus {config.corpus} has no text to train on.", "Run `onecard clean` with more sources."
+    if config.kind == "unigram" and (config.terms is not None or config.mine_terms):
+        raise ConfigError(
+            "Terms become single tokens by merges, which a unigram tokenizer does not have.", "Take kind = bpe."
         )
-    tokenizer = wrap(model)
-    notes = []
-    if len(tokenizer) < config.vocabulary_size:
-        notes.append(
-            f"{len(tokenizer):,} entries instead of {config.vocabulary_size:,}: in this corpus no further pair of "
-            f"pieces is left to merge within {config.maximum_token_characters} characters. More text gives more."
+    if config.pre_tokenizer == "auto":
+        return DIGITS["one" if config.digits == "auto" else config.digits][0]
+    if config.digits != "auto" and config.pre_tokenizer not in DIGITS[config.digits]:
+        fitting = " or ".join(DIGITS[config.digits])
+        raise ConfigError(
+            f"pre_tokenizer {config.pre_tokenizer} does not split numbers as digits = {config.digits} says.",
+            f"Take pre_tokenizer = {fitting}, or leave one of the two out.",
         )
-    measured = report.measure(tokenizer, config.corpus)
-    result: dict[str, Any] = {
-        "vocabulary_size": len(tokenizer),
-        "pre_tokenizer": config.pre_tokenizer,
-        "documents": seen.documents,
-        "characters": seen.characters,
-        **measured.summary(),
-        "notes": notes + measured.notes,
-        "seconds": round(time.monotonic() - started, 2),
+    return config.pre_tokenizer
+
+
+def _learn(config: TokenizerTrainConfig, sample: Sample, split_rule: str) -> tuple[Tokenizer, list[domain.TermRow]]:
+    """The tokenizer, and the table of its terms (empty without any)."""
+    shape = {
+        "vocabulary_size": config.vocabulary_size,
+        "pre_tokenizer": split_rule,
+        "maximum_token_characters": config.maximum_token_characters,
     }
-    with artifact.new_output(config.output, overwrite=config.overwrite, inputs=[config.corpus]) as directory:
-        save_tokenizer(tokenizer, directory)
-        report.write(directory / "report.html", tokenizer, measured, result)
-        artifact.write_manifest(directory, "tokenizer", settings=config.plain(), parents=[config.corpus], result=result)
-    report.show(result, config.output)
-    return result
+    if config.kind == "unigram":
+        return train_unigram(sample, **shape), []  # type: ignore[arg-type]
+    base = train_model(sample, **shape)  # type: ignore[arg-type]
+    if config.terms is None and not config.mine_terms:
+        return base, []
+    found = domain.candidates(config.terms, config.mine_terms, sample, config.maximum_token_characters)
+    terms = domain.paying(base, found, sample, config.mine_terms)
+    console.note(f"  {len(terms):,} terms become one token each; training again around them")
+    made, left_out = train_with_terms(sample, terms, **shape)  # type: ignore[arg-type]
+    return made, domain.rows(base, made, terms, sample, left_out)
 
 
-class _Seen:
-    """Streams the training texts and counts what went by."""
+def splitter(pre_tokenizer: str, cut: int | None = None) -> Any:
+    """The split rule of that name, then bytes; with `cut` no piece is longer than so many characters."""
+    from tokenizers import Regex, pre_tokenizers
 
-    def __init__(self) -> None:
-        self.documents = 0
-        self.characters = 0
-
-    def texts(self, corpus: Path) -> Iterator[str]:
-        for document in read_documents(corpus, "train"):
-            self.documents += 1
-            self.characters += len(document.text)
-            yield document.text
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in PRE_TOKENIZERS[pre_tokenizer]
+    ]
+    if cut is not None:
+        steps.append(pre_tokenizers.FixedLength(length=cut))
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def train_model(
@@ -109,14 +152,10 @@ def train_model(
     none is longer than that, counted in characters (the limit of the trainer counts bytes, in which a Chinese character
     is three); and a text without spaces or newlines cannot become one piece of megabytes.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    split = pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre_tokenizer]), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = pre_tokenizers.FixedLength(length=maximum_token_characters)
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut, to_bytes])
+    tokenizer.pre_tokenizer = splitter(pre_tokenizer, cut=maximum_token_characters)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -125,8 +164,89 @@ def train_model(
         show_progress=False,
     )
     tokenizer.train_from_iterator(chunks(texts), trainer)
+    return _finished(tokenizer, pre_tokenizer)
 
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+
+def train_unigram(
+    texts: Iterable[str], *, vocabulary_size: int, pre_tokenizer: str, maximum_token_characters: int
+) -> Tokenizer:
+    """The same by a unigram model (Kudo 2018) over bytes: each piece is split in the likeliest way.
+
+    All 256 bytes are entries, so that every string survives here too. The library reads such a tokenizer, and so do
+    transformers and vLLM; GGUF has no place for it.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = splitter(pre_tokenizer, cut=maximum_token_characters)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocabulary_size,
+        initial_alphabet=alphabet,
+        special_tokens=list(FIXED_TOKENS),
+        # In symbols, which are bytes; characters are bounded by the cut.
+        max_piece_length=4 * maximum_token_characters,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(chunks(texts), trainer)
+    assert set(alphabet) <= tokenizer.get_vocab().keys(), "without an entry for each byte a text could be lost"
+    return _finished(tokenizer, pre_tokenizer)
+
+
+def train_with_terms(
+    texts: Iterable[str],
+    terms: Sequence[Term],
+    *,
+    vocabulary_size: int,
+    pre_tokenizer: str,
+    maximum_token_characters: int,
+) -> tuple[Tokenizer, dict[str, str]]:
+    """`train_model` on the text between the terms, and then the terms placed among its merges.
+
+    Returns the tokenizer and {term: why it is not one token}. Taken out of the text, a term teaches no merge across its
+    edges, and no entry is spent on parts of it.
+    """
+    too_long = {
+        term.text: f"longer than {maximum_token_characters} characters"
+        for term in terms
+        if len(term.text) > maximum_token_characters
+    }
+    wanted = [term for term in terms if term.text not in too_long]
+    finder = Finder(term.text for term in wanted)
+    between = (
+        part
+        for batch in batches(chunks(texts))
+        for parts in finder.split(batch)
+        for part, is_term in parts
+        if not is_term
+    )
+    base = train_model(
+        between,
+        vocabulary_size=vocabulary_size,
+        pre_tokenizer=pre_tokenizer,
+        maximum_token_characters=maximum_token_characters,
+    )
+    merges = [(left, right) for left, right in json.loads(base.to_str())["model"]["merges"]]
+    placed = place_terms(merges, wanted, splitter=base, size=vocabulary_size - len(FIXED_TOKENS) - BYTES)
+    return assemble(placed.merges, pre_tokenizer), {**too_long, **placed.left_out}
+
+
+def assemble(merges: Sequence[Merge], pre_tokenizer: str) -> Tokenizer:
+    """A byte-level tokenizer with these merges: fixed tokens, bytes, then what the merges make, in their order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    entries = [*FIXED_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(entries))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    made.add_special_tokens(list(FIXED_TOKENS))
+    return _finished(made, pre_tokenizer)
+
+
+def _finished(tokenizer: Tokenizer, pre_tokenizer: str) -> Tokenizer:
+    """The trained tokenizer as it is used: pieces whole, BOS in front, markup tokens ordinary ones."""
+    from tokenizers import Tokenizer, decoders, processors
+
+    tokenizer.pre_tokenizer = splitter(pre_tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
     start = tokenizer.token_to_id(START_OF_TEXT)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -134,9 +254,10 @@ def train_model(
         pair=f"{START_OF_TEXT} $A {START_OF_TEXT}:1 $B:1",
         special_tokens=[(START_OF_TEXT, start)],
     )
-    tokenizer.model.ignore_merges = pre_tokenizer in WHOLE_PIECES_FIRST
-    # The trainer makes every fixed token special; the markup tokens are ordinary ones.
     description = json.loads(tokenizer.to_str())
+    if description["model"]["type"] == "BPE":
+        description["model"]["ignore_merges"] = pre_tokenizer in WHOLE_PIECES_FIRST
+    # The trainer makes every fixed token special; the markup tokens are ordinary ones.
     for token in description["added_tokens"]:
         token["special"] = token["content"] not in MARKUP_TOKENS
     return Tokenizer.from_str(json.dumps(description))
