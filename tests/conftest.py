@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A test makes its own token stores, and leaves none in the home of whoever runs it.
+os.environ["ONECARD_TOKEN_CACHE"] = "none"
 # The tensors of the tests are tiny: threads would only wait for each other (many times slower on a busy machine).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
