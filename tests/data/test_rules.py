@@ -90,3 +90,14 @@ def test_repetition_of_a_long_text_is_that_of_its_pieces() -> None:
     # The second half of each piece repeats the first: 19,991 spans, of which 10,000 are distinct.
     half = piece[:10_000]
     assert rules.repetition(half + half) == pytest.approx(1 - 10_000 / 19_991)
+
+
+def test_a_quick_answer_is_never_wrong() -> None:
+    # 20 characters make 11 spans; 15 distinct ones leave at most 11 - (15 - 9) = 5 repeats: just below 0.5.
+    text = "一二三四五六七八九十甲乙丙丁戊" + "一二三四五"
+    assert len(text) == 20
+    assert rules.is_surely_varied(text, 5 / 11)
+    assert not rules.is_surely_varied(text, 4.9 / 11)
+    assert rules.repetition(text) == 0
+    assert not rules.is_surely_varied("哈" * 40, 0.5)
+    assert not rules.is_surely_varied("一\n二", 0.5)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +40,7 @@ _LAST_CODE = 0x10FFFF
 _TABULATED = 0x20000
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """How many characters of each kind a text has."""
 
     space: int
@@ -81,7 +79,7 @@ def count(codes: Codes) -> Counts:
     import numpy as np
 
     kinds, _ = _tables()
-    return Counts(*np.bincount(kinds[codes], minlength=_KINDS).tolist())
+    return Counts._make(np.bincount(kinds[codes], minlength=_KINDS).tolist())
 
 
 def junk_in(codes: Codes) -> int:
@@ -90,14 +88,6 @@ def junk_in(codes: Codes) -> int:
 
     _, junk = _tables()
     return int(np.bitwise_or.reduce(junk[codes])) if len(codes) else 0
-
-
-def han_of(codes: Codes, most: int) -> str:
-    """The first `most` Chinese characters of a text."""
-
-    kinds, _ = _tables()
-    found = codes[kinds[codes] == HAN][:most]
-    return str(found.astype("<u4").tobytes(), "utf-32-le")
 
 
 @functools.cache

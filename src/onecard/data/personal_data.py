@@ -143,9 +143,9 @@ def _with_masked_addresses(text: str, mask: Callable[[str], str]) -> str:
     done = 0
     at = text.find("@")
     while at >= 0:
-        name = _EMAIL_BEFORE.search(text[max(done, at - 64) : at])
         domain = _EMAIL_AFTER.match(text, at + 1)
-        if name and domain and not _NOBODY.search(domain[0]) and name[0].lower() not in _NOBODYS_NAME:
+        name = _EMAIL_BEFORE.search(text[max(done, at - 64) : at]) if domain else None
+        if domain and name and not _NOBODY.search(domain[0]) and name[0].lower() not in _NOBODYS_NAME:
             parts += [text[done : at - len(name[0])], mask("email")]
             done = domain.end()
         at = text.find("@", max(at + 1, done))

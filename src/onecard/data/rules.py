@@ -37,10 +37,10 @@ _MOJIBAKE = re.compile(
 )
 
 
-def normalise(text: str) -> str:
+def normalise(text: str, codes: Codes | None = None) -> str:
     """The text tidied: line ends, mojibake where certain, NFC, controls and invisible junk, spaces at line ends,
     blank lines (at most two in sequence), indentation of Chinese paragraphs, both ends."""
-    junk = characters.junk_in(characters.codes_of(text))
+    junk = characters.junk_in(characters.codes_of(text) if codes is None else codes)
     if junk & characters.LINE_END:
         text = _LINE_ENDS.sub("\n", text).replace("\u2029", "\n\n")
     if junk & characters.DAMAGED and _MOJIBAKE.search(text):
@@ -79,9 +79,8 @@ def _repair(line: str) -> str:
 
 # --- language -----------------------------------------------------------------------------------------------------
 
-_WORD_SAMPLE_CHARACTERS = 1_000
+_WORD_SAMPLE_CHARACTERS = 500
 _WORD_SAMPLES = 4
-_HAN_SAMPLE_CHARACTERS = 2_000
 _ENGLISH_WORDS = frozenset(
     [
         "the",
@@ -243,25 +242,29 @@ _FOREIGN_WORDS = frozenset(
 def language_of(text: str) -> str:
     """`zh`, `zh-Hant`, `en` or `other`: by the shares of scripts, then by characters and words that tell them apart."""
     codes = characters.codes_of(text)
-    return language_by(text, codes, characters.count(codes))
+    return language_by(text, characters.count(codes))
 
 
-def language_by(text: str, codes: Codes, counts: Counts) -> str:
+def language_by(text: str, counts: Counts) -> str:
     """`language_of` a text whose characters are counted already."""
     letters, han = counts.letters, counts.han
     if letters == 0 or counts.kana > 0.1 * (han + counts.kana):
         return "other"
     # A Chinese character says about as much as four Latin letters.
     if 4 * han > letters - han:
-        return "zh-Hant" if _is_traditional(characters.han_of(codes, _HAN_SAMPLE_CHARACTERS)) else "zh"
+        return "zh-Hant" if _is_traditional(_sample(text)) else "zh"
     if counts.latin < 0.97 * (letters - han):
         return "other"
     return "en" if _is_english(_sample(text).lower().split()) else "other"
 
 
-def _is_traditional(han: str) -> bool:
+def _is_traditional(text: str) -> bool:
     """Whether more of the characters are known to the traditional character set than to the simplified one."""
-    return len(han.encode("big5", "ignore")) > len(han.encode("gb2312", "ignore"))
+    try:
+        text.encode("gb2312")
+    except UnicodeEncodeError:
+        return len(text.encode("big5", "ignore")) > len(text.encode("gb2312", "ignore"))
+    return False
 
 
 def _is_english(words: list[str]) -> bool:
@@ -293,6 +296,7 @@ def is_unspaced(text: str) -> bool:
 _SPAN_CHARACTERS = 10
 # Natural text repeats more short spans the longer it is; the share is taken over pieces of this size.
 _PIECE_CHARACTERS = 20_000
+_SHORT_CHARACTERS = 200  # up to here a set is quicker than arrays
 _BASE = 0x9E3779B97F4A7C15  # odd and without pattern: equal sums of ten characters are equal characters
 
 
@@ -307,6 +311,10 @@ def repetition(text: str, codes: Codes | None = None) -> float:
             repeated += len(line)
         seen.add(line)
     by_lines = repeated / max(total, 1)
+    if len(text) <= _SHORT_CHARACTERS:
+        count = max(len(text) - _SPAN_CHARACTERS + 1, 0)
+        by_spans = 1 - len({text[i : i + _SPAN_CHARACTERS] for i in range(count)}) / count if count else 0.0
+        return max(by_lines, by_spans)
     distinct = spans = 0
     codes = characters.codes_of(text) if codes is None else codes
     for start in range(0, len(codes), _PIECE_CHARACTERS):
@@ -315,7 +323,17 @@ def repetition(text: str, codes: Codes | None = None) -> float:
             hashes.sort()
             spans += len(hashes)
             distinct += 1 + int((hashes[1:] != hashes[:-1]).sum())
-    return max(by_lines, 1 - distinct / spans if spans else 0.0)
+    return max(by_lines, 1 - distinct / spans)
+
+
+def is_surely_varied(text: str, limit: float) -> bool:
+    """True only if `repetition` cannot exceed the limit; a quick answer for most short texts.
+
+    Each distinct character but those of the last span begins a span that no other one begins.
+    """
+    if len(text) > _SHORT_CHARACTERS or "\n" in text:
+        return False
+    return len(set(text)) - _SPAN_CHARACTERS + 1 >= (1 - limit) * (len(text) - _SPAN_CHARACTERS + 1)
 
 
 def _span_hashes(codes: Codes) -> npt.NDArray[np.uint64]:

@@ -80,7 +80,7 @@ class _Draft:
     def known_language(self) -> str:
         """The language, found if no step has said it yet."""
         if not self.language:
-            self.language = rules.language_by(self.text, self.codes, self.counts)
+            self.language = rules.language_by(self.text, self.counts)
         return self.language
 
     def mend(self, what: str, text: str, count: int) -> None:
@@ -98,7 +98,7 @@ class _Draft:
 
 
 def _unicode(draft: _Draft, config: CleanConfig) -> None:
-    tidied = rules.normalise(draft.text)
+    tidied = rules.normalise(draft.text, draft.codes)
     draft.mend("unicode", tidied, int(tidied != draft.text))
     if not draft.text:
         draft.refuse("empty")
@@ -126,7 +126,8 @@ def _forum_filler(draft: _Draft, config: CleanConfig) -> None:
 
 
 def _advertisements(draft: _Draft, config: CleanConfig) -> None:
-    text, removed, share = web_text.without_advertisements(draft.text)
+    chinese = draft.known_language().startswith("zh")
+    text, removed, share = web_text.without_advertisements(draft.text, chinese=chinese)
     if share > config.maximum_advertising or not text:
         draft.refuse("advertisement", f"{share:.0%} advertising")
         return
@@ -151,6 +152,8 @@ def _symbols(draft: _Draft, config: CleanConfig) -> None:
 
 
 def _repetition(draft: _Draft, config: CleanConfig) -> None:
+    if rules.is_surely_varied(draft.text, config.maximum_repetition):
+        return
     share = rules.repetition(draft.text, draft.codes)
     if share > config.maximum_repetition:
         draft.refuse("too_repetitive", f"{share:.0%} repeated")
