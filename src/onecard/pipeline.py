@@ -401,7 +401,7 @@ def _is_a_stages(directory: Path) -> bool:
     if not directory.is_dir():
         return False
     names = {item.name for item in directory.iterdir()}
-    return bool(names & {artifact.MANIFEST, "plan.json"}) or names <= {".lock", "tokens", "rejected-00000.jsonl"}
+    return bool(names & {artifact.MANIFEST, "plan.json"}) or names <= {".lock", "tokens", "rejected-00000.jsonl", "events.jsonl"}
 
 
 def _input_hash(path: Path) -> str:

@@ -257,4 +257,4 @@ def _is_run(path: Path) -> bool:
         except ArtifactError:
             return (path / PLAN).exists()
     names = {item.name for item in path.iterdir() if not item.name.startswith(".")}
-    return PLAN in names or names <= {"tokens", "rejected-00000.jsonl"}
+    return PLAN in names or names <= {"tokens", "rejected-00000.jsonl", "events.jsonl"}

@@ -119,10 +119,10 @@ def say_plan(task: Task, plan: dict[str, Any]) -> None:
         f"{plan['predicted_tokens_per_second']:,.0f} tokens/s"
     )
     if "predicted_peak_memory_bytes" in plan:
-        parts = [(size, kind) for kind, size in plan["predicted_memory"].items() if size]
+        parts = sorted(plan["predicted_memory"].items(), key=lambda part: -part[1])
         console.note(
-            f"  memory: {console.format_bytes(sum(size for size, _ in parts))} ("
-            + ", ".join(f"{kind} {console.format_bytes(size)}" for size, kind in sorted(parts, reverse=True))
+            f"  memory: {console.format_bytes(sum(size for _, size in parts))} ("
+            + ", ".join(f"{kind} {console.format_bytes(size)}" for kind, size in parts if size)
             + f"); {console.format_bytes(plan['free_memory_bytes'])} are free"
         )
     limit = task.config.time_limit_minutes

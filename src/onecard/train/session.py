@@ -116,6 +116,7 @@ def _made_ready(task: Task, stored: dict[str, Any] | None) -> tuple[Any, bool, b
     precision.convert(model, task.precision)
     if task.config.optimizer_states == "host" and task.precision.device == "cpu":
         console.note("  optimizer_states = host changes nothing here: the run trains on the host")
+    assert task.config.activation_checkpointing != "auto", "settled before the model is made"
     ways = Activations(
         checkpointing=task.config.activation_checkpointing,
         offload=task.config.activation_offload,
