@@ -18,7 +18,7 @@ StepName = Literal[
     "unicode", "language", "boilerplate", "forum_filler", "advertisements", "length", "symbols", "repetition",
     "personal_data", "chinese", "reference",
 ]  # fmt: skip
-PersonalDataKind = Literal["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip", "name"]
+PersonalDataKind = Literal["id_card", "bank_card", "mobile", "landline", "email", "account", "plate", "ip", "name"]
 
 
 class Verb(Settings):
@@ -59,7 +59,7 @@ class CleanConfig(Verb):
         "mask", "mask: put <手机号>, <EMAIL> ... in place of what is found; drop: reject the document"
     )
     personal_data_kinds: list[PersonalDataKind] = setting(
-        ["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip"],
+        ["id_card", "bank_card", "mobile", "landline", "email", "account", "plate", "ip"],
         "what personal_data looks for; name can be added, and is found by a weak rule",
     )
     chinese: Literal["keep", "simplified", "traditional"] = setting(
@@ -78,10 +78,11 @@ class CleanConfig(Verb):
     )
     keep: Literal["first", "longest"] = setting("first", "which of several near-duplicates stays")
     repeated_paragraphs: bool = setting(
-        False, "also remove paragraphs (lines of 40 characters or more) that an earlier document has"
+        False, "also remove paragraphs (lines of 20 Chinese or 60 other characters, or more) that an earlier document has"
     )
     decontaminate: list[Source] = setting(
-        [], "evaluation files: documents that share 30 characters in sequence (Chinese) or 13 words with them are rejected"
+        [],
+        "evaluation files: documents that share 30 characters in sequence (Chinese) or 13 words with them are rejected",
     )
     workers: Positive | Auto = setting("auto", "processes at work (auto: one a core); changes nothing in the result")
     dry_run: Positive | None = setting(

@@ -6,7 +6,7 @@ import pytest
 
 from onecard.data.personal_data import is_bank_card, is_id_card, masked
 
-DEFAULT = ["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip"]
+DEFAULT = ["id_card", "bank_card", "mobile", "landline", "email", "account", "plate", "ip"]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ DEFAULT = ["id_card", "bank_card", "mobile", "landline", "email", "plate", "ip"]
         ("卡号4532015112830366", "卡号<银行卡号>"),
         ("卡号4532 0151 1283 0366", "卡号<银行卡号>"),
         ("车牌京A·12345和粤BD12345", "车牌<车牌号>和<车牌号>"),
+        ("微信号：li_ming88，QQ 123456789", "微信号：<账号>，QQ <账号>"),
+        ("加我qq42950063", "加我qq<账号>"),
         ("来自202.96.128.86的访问", "来自<IP地址>的访问"),
     ],
 )
@@ -48,6 +50,7 @@ def test_what_is_masked(text: str, expected: str) -> None:
         "人口 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15",
         "沪A股上涨，京B股下跌，新G20会议",
         "git@github.com:user/repo.git 与 someone@example.com",
+        "微信 WeChat 和 QQ Mail，QQ2013版，微信支付",
         "ISBN 978-7-111-40701-0",
         "a@b，@某人，5 @ 3",
         "哈希 9f1381234567812ab",

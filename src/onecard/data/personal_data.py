@@ -21,6 +21,7 @@ _MASKS = {
     "landline": ("<电话号码>", "<PHONE>"),
     "email": ("<邮箱>", "<EMAIL>"),
     "plate": ("<车牌号>", "<LICENCE_PLATE>"),
+    "account": ("<账号>", "<ACCOUNT>"),
     "ip": ("<IP地址>", "<IP_ADDRESS>"),
     "name": ("<姓名>", "<NAME>"),
 }
@@ -50,6 +51,11 @@ _NOBODYS_NAME = ("git", "root", "user", "noreply", "no-reply")
 _PLATE = re.compile(
     "[京津沪渝冀豫云辽黑湘皖鲁新苏浙赣鄂桂甘晋蒙陕吉闽贵粤青藏川宁琼][A-HJ-NP-Z][·•・. -]?(?=[A-HJ-NP-Z]{0,2}[0-9])"
     "[A-HJ-NP-Z0-9]{4}(?:[A-HJ-NP-Z0-9]{1,2}|[挂学警港澳])(?![A-Za-z0-9])"
+)
+_ACCOUNT = re.compile(
+    r"((?:[微薇威V]信|[QＱ]{2}|扣扣|\bVX)(?:号码?|群号?|ID)?\s*(?:[:：是为]\s*|\s))(?![A-Za-z]+\b)[A-Za-z0-9][A-Za-z0-9_-]{4,19}"
+    r"|(QQ(?:号码?|群号?)?)[1-9][0-9]{4,11}(?![0-9])",
+    re.IGNORECASE,
 )
 _IP = re.compile(r"[0-9][0-9]{0,2}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z_-]|\.[0-9])")
 # Four small numbers are more often a version or a section than somebody's address.
@@ -82,6 +88,8 @@ def masked(text: str, kinds: Collection[str], *, chinese: bool) -> tuple[str, Co
         text = _with_masked_numbers(text, kinds, mask)
     if "ip" in kinds and text.count(".") >= 3:
         text = _IP.sub(lambda match: mask("ip") if _is_public(match) else match[0], text)
+    if "account" in kinds and chinese:
+        text = _ACCOUNT.sub(lambda match: (match[1] or match[2]) + mask("account"), text)
     if "plate" in kinds and chinese:
         text = _PLATE.sub(lambda _: mask("plate"), text)
     if "name" in kinds and chinese:

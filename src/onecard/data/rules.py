@@ -81,6 +81,7 @@ def _repair(line: str) -> str:
 
 _WORD_SAMPLE_CHARACTERS = 500
 _WORD_SAMPLES = 4
+_HAN = re.compile("[\u4e00-\u9fff]+")
 _ENGLISH_WORDS = frozenset(
     [
         "the",
@@ -263,7 +264,8 @@ def _is_traditional(text: str) -> bool:
     try:
         text.encode("gb2312")
     except UnicodeEncodeError:
-        return len(text.encode("big5", "ignore")) > len(text.encode("gb2312", "ignore"))
+        han = "".join(_HAN.findall(text))
+        return len(han.encode("big5", "ignore")) > len(han.encode("gb2312", "ignore"))
     return False
 
 

@@ -21,6 +21,7 @@ _LONGEST_ITEM_CHARACTERS = 24
 _LONGEST_NOTICE_CHARACTERS = 400
 _LONGEST_FILLER_CHARACTERS = 24
 _LONGEST_ADVERTISEMENT_CHARACTERS = 160
+_COUNTED_CHARACTERS = 80  # of a sentence without an end in sight not more than this is the advertisement
 _HEAD_CHARACTERS, _TAIL_CHARACTERS = 160, 300
 _TAIL_SENTENCES = 6
 _MENU_ITEMS = 3  # so many in a row or in a column are a menu
@@ -262,9 +263,7 @@ def without_advertisements(text: str, *, chinese: bool) -> tuple[str, int, float
     known = _known()
     sentences = _chinese_candidates(text, known) if chinese else _english_candidates(text, known)
     advertising = sum(
-        min(len(sentence), _LONGEST_ADVERTISEMENT_CHARACTERS)
-        for sentence in sentences
-        if known.advertisement.search(sentence)
+        min(len(sentence), _COUNTED_CHARACTERS) for sentence in sentences if known.advertisement.search(sentence)
     )
     if not advertising:
         return text, 0, 0.0
