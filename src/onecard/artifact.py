@@ -110,14 +110,19 @@ def versions() -> dict[str, str]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a small UTF-8 file so that a reader sees the old or the new content, never a part, even if power fails."""
+    """`write_bytes_atomically` of text in UTF-8."""
+    # A surrogate stands for a byte of a path that is no text; one that a JSON file brought has no byte at all.
+    write_bytes_atomically(path, _encoded(text))
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part, even if power fails."""
     _clear_remains(path)
     temporary = _sibling(path, "part")
     try:
         with disk_faults(path):
-            # A surrogate stands for a byte of a path that is no text; one that a JSON file brought has no byte at all.
             with temporary.open("wb") as file:
-                file.write(_encoded(text))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

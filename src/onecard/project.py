@@ -33,6 +33,8 @@ _FIRST: dict[str, tuple[str, ...]] = {
     "finetune": ("sources", "time_limit_minutes", "num_epochs", "max_length"),
     "evaluate": ("question_count", "max_new_tokens"),
 }
+# Stages that need what a newcomer does not have.
+_FOR_LATER = ("align",)
 _HEAD = """\
 # The way from your text to a model that answers, stage by stage:  onecard run recipe.toml
 #
@@ -88,7 +90,8 @@ def _fill(folder: Path, final: Path) -> None:
 
 def recipe_text() -> str:
     """A recipe with every setting of every stage, its default and its explanation, taken from the configurations."""
-    return "\n".join([_HEAD, *(_stage_text(stage) for stage in STAGES), _TAIL])
+    stages = [_stage_text(stage) for stage in STAGES if stage.name not in _FOR_LATER]
+    return "\n".join([_HEAD, *stages, _TAIL])
 
 
 def _stage_text(stage: Stage) -> str:

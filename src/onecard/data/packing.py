@@ -37,6 +37,8 @@ class RowBatch:
     input_ids, labels, position_ids: int64, N. boundaries: int32, documents + 1,
     then filled with N. row_lengths: int64, rows: tokens of each but padding.
     labelled: how many labels are learned. tokens: all but padding.
+    values: float64, pieces x columns, what the store keeps of the document of each
+    piece (NaN for padding); None if it keeps nothing.
     """
 
     input_ids: NDArray[np.int64]
@@ -47,6 +49,7 @@ class RowBatch:
     longest: int
     labelled: int
     tokens: int
+    values: NDArray[np.float64] | None = None
 
     def moved(self, place: Callable[[NDArray[Any]], NDArray[Any]]) -> RowBatch:
         """The same batch with the large arrays put elsewhere by `place`."""
@@ -122,6 +125,33 @@ class PackedRows:
         return [Segment(int(starts[d]), int(starts[d + 1]), int(starts[d + 1])) for d in self._rows[row]]
 
 
+class PairRows:
+    """Pairs of documents that are learned from together: each two, one after the other, stand in one row.
+
+    Documents 2 i and 2 i + 1 of the store are a pair, of one source. Put together by best fit, longest first; none is
+    longer than `max_length`.
+    """
+
+    def __init__(self, store: TokenStore, max_length: int) -> None:
+        self.store, self.max_length = store, max_length
+        lengths = store.lengths().reshape(-1, 2).sum(1)
+        assert not len(lengths) or lengths.max() <= max_length, "longer pairs are set aside before they are stored"
+        self._rows: list[list[int]] = []
+        self.per_source = []
+        for source in range(len(store.sources)):
+            packed = best_fit(lengths, np.flatnonzero(store.source_of[::2] == source), max_length)
+            self.per_source.append(len(packed))
+            self._rows += packed
+        if not self._rows:
+            raise DataError("There is no row to train on.", "Give more rows.")
+
+    def segments(self, row: int) -> list[Segment]:
+        """The documents in a row, the two of a pair side by side."""
+        starts = self.store.starts
+        documents = [document for pair in self._rows[row] for document in (2 * pair, 2 * pair + 1)]
+        return [Segment(int(starts[d]), int(starts[d + 1]), int(starts[d + 1])) for d in documents]
+
+
 class PaddedRows:
     """One document a row; a document longer than `max_length` is cut into several rows, each token used once."""
 
@@ -182,6 +212,7 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
     positions = np.zeros(total, dtype=np.int64)
     row_lengths = np.zeros(row_count or len(numbers), dtype=np.int64)
     boundaries = [0]
+    documents: list[int] = []  # of each piece; -1: padding
     for order in range(row_count or len(numbers)):
         at = order * width
         for segment in rows.segments(numbers[order]) if order < len(numbers) else []:
@@ -196,11 +227,13 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
             positions[at : at + size] = np.arange(size)
             at += size
             boundaries.append(at)
+            documents.append(int(np.searchsorted(store.starts, segment.begin, side="right")) - 1)
         row_end = (order + 1) * width
         row_lengths[order] = at - order * width
         if at < row_end:
             positions[at:row_end] = np.arange(row_end - at)
             boundaries.append(row_end)
+            documents.append(-1)
     longest = max(end - begin for begin, end in zip(boundaries, boundaries[1:]))
     # Compiled layers are made for one shape: the boundaries are filled up with empty documents to a fixed number.
     capacity = total // 8 + 2 if len(boundaries) <= total // 8 + 2 else total + 1
@@ -215,4 +248,10 @@ def gather(rows: Rows, numbers: list[int], *, pad_id: int, row_count: int | None
         longest,
         labelled=int((labels != IGNORED).sum()),
         tokens=int(row_lengths.sum()),
+        values=None if store.values is None else _values_of(store.values, documents),
     )
+
+
+def _values_of(values: NDArray[np.float64], documents: list[int]) -> NDArray[np.float64]:
+    padding = np.full((1, values.shape[1]), np.nan)
+    return np.concatenate([values, padding])[documents]

@@ -4,13 +4,15 @@ tokens.bin     all ids, one after another, in the smallest unsigned type that ho
 documents.npy  int64, documents + 1: where each document begins (and the end of the last)
 sources.npy    uint16, documents: index into meta.json's source names
 learned.bin    uint8, beside tokens.bin, only for chats: 1 where the token is learned
+values.npy     float64, documents x columns, only where an objective wants numbers of each document
 meta.json      dtype, count, documents, sources, tokenizer hash
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ class Encoded:
     """One document: its ids, the name of its source, and (for chats) which tokens are learned."""
 
     source: str
-    ids: list[int]
+    ids: Sequence[int] | NDArray[np.integer[Any]]
     learned: list[bool] | None = None
 
 
@@ -93,6 +95,17 @@ class TokenStore:
         self.tokens = self._map("tokens.bin", np.dtype(self.meta["dtype"]))
         masked = (directory / "learned.bin").exists()
         self.learned = self._map("learned.bin", np.dtype(np.uint8)) if masked else None
+        self.values: NDArray[np.float64] | None = None
+        if (directory / "values.npy").exists():
+            self.values = np.load(directory / "values.npy")
+
+    def write_values(self, values: NDArray[np.float64]) -> None:
+        """Keep numbers of each document beside it (documents x columns), in place of those there were."""
+        assert len(values) == len(self.source_of)
+        made = io.BytesIO()
+        np.save(made, values)
+        artifact.write_bytes_atomically(self.directory / "values.npy", made.getvalue())
+        self.values = values
 
     def _map(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path = self.directory / name

@@ -155,8 +155,10 @@ def own_attention(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def switch(model: Any) -> bool:
+def switch(model: Any, *, writes: bool = True) -> bool:
     """Let `model` attend packed documents, after a proof on two short ones that it computes the same.
+
+    `writes` False: one without a head over the vocabulary.
 
     False, with the model as it was, where it would not: layers that carry state from one document into the next,
     attention of another kind, or logits that training cannot compute from the last hidden state (see `loss.head_of`).
@@ -167,7 +169,9 @@ def switch(model: Any) -> bool:
     model.eval()
     try:
         with _short_windows(model):
-            proven = plain_logits_agree(model) and _documents_agree(model)
+            proven = (not writes or plain_logits_agree(model)) and _documents_agree(
+                model, model.get_decoder() if writes else model.base_model
+            )
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, AssertionError, NotImplementedError, AttributeError, KeyError, RuntimeError):
@@ -180,12 +184,11 @@ def switch(model: Any) -> bool:
     return proven
 
 
-def _documents_agree(model: Any) -> bool:
+def _documents_agree(model: Any, decoder: Any) -> bool:
     """Whether the second of two packed documents has the hidden states that it has alone. Sets PACKED."""
     device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
     lengths = (5, 9)
     ids_1T = (7 * torch.arange(sum(lengths), device=device) + 1).remainder(vocabulary).unsqueeze(0)
-    decoder = model.get_decoder()
     alone_1TD = decoder(input_ids=ids_1T[:, lengths[0] :], use_cache=False).last_hidden_state
     model.set_attn_implementation(PACKED)
     if model.config._attn_implementation != PACKED:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ _ADAPTER = "default"
 
 
 def add(
-    model: Any, rank: int, alpha: float, dropout: float = 0.0, target_modules: list[str] | None = None, seed: int = 0
+    model: Any,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    target_modules: list[str] | None = None,
+    seed: int = 0,
+    besides: Sequence[str] = (),
 ) -> list[str]:
     """Freeze `model` and put adapters beside its linear layers; returns the full names of those, in order.
 
     The output of a layer becomes W x + alpha / rank * B A x, with A random from `seed` and B zero, both fp32: the model
     still computes what it did. `target_modules` are the ends of layer names, such as q_proj or mlp.up_proj; none means
-    every linear layer inside the repeated layers. ConfigError names one that the model lacks.
+    every linear layer inside the repeated layers. ConfigError names one that the model lacks. `besides` are modules at
+    the top of the model that are learned whole.
     """
     import torch
 
@@ -47,7 +54,7 @@ def add(
             lora_dropout=dropout,
             target_modules=sorted(ends),
             bias="none",
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if besides else "CAUSAL_LM",
             fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen),
         )
         torch.manual_seed(seed)
@@ -55,7 +62,7 @@ def add(
     adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     assert adapted == chosen, "the library adapts the layers that were chosen"
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        parameter.requires_grad_(is_adapter(name) or name.partition(".")[0] in besides)
         if is_adapter(name):
             # Whatever the weights are in: small steps would be lost in 16 bits.
             parameter.data = parameter.data.float()
@@ -84,7 +91,7 @@ def coverage(names: list[str]) -> str:
     return ", ".join(f"{end} {count}" for end, count in Counter(map(_end, names)).items())
 
 
-def save(model: Any, directory: Path, base: Path) -> None:
+def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -> None:
     """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads over the model in `base`."""
     from safetensors.torch import save_file
 
@@ -97,6 +104,9 @@ def save(model: Any, directory: Path, base: Path) -> None:
 
         found = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     # The names are those inside a PeftModel, which wraps the model twice.
+    for name in besides:
+        found |= {f"{name}.{key}": value for key, value in model.get_submodule(name).state_dict().items()}
+    settings.modules_to_save = list(besides) or None
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in found.items()}
     with artifact.new_directory(directory, replace=True) as temporary:
         settings.save_pretrained(str(temporary))

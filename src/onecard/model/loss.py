@@ -83,7 +83,7 @@ def plain_logits_agree(model: Any) -> bool:
     return made_1TV.shape == logits_1TV.shape and agree(made_1TV, logits_1TV)
 
 
-def _chunk_positions(vocabulary: int, device_type: str) -> int:
+def chunk_positions(vocabulary: int, device_type: str) -> int:
     return max(16, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
@@ -114,12 +114,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         kept_N = (labels_N != IGNORED).nonzero().squeeze(1)
         loss = torch.zeros((), dtype=exact, device=hidden_ND.device)
         with torch.autocast(device, enabled=False):
-            for positions in torch.split(kept_N, _chunk_positions(head.shape[0], device)):
+            for positions in torch.split(kept_N, chunk_positions(head.shape[0], device)):
                 rows_CD = hidden_ND[positions].to(dtype)
                 logits_CV = (rows_CD @ head.T).to(exact)
                 if bias_V is not None:
                     logits_CV += bias_V
-                slope_CV = _shape_logits(logits_CV, softcap, multiplier)
+                slope_CV = shape_logits(logits_CV, softcap, multiplier)
                 part, grad_CV = _softmax_loss(logits_CV, labels_N[positions].unsqueeze(1))
                 loss += part
                 if not learn:
@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[positions] = (product_CV @ head).to(grad_hidden.dtype)
                 if grad_head is not None:
-                    _add_product(grad_head, product_CV, rows_CD)
+                    add_product(grad_head, product_CV, rows_CD)
         # Not by save_for_backward: these are gradients, which hooks that compress activations must not touch; and
         # without another owner the engine takes them as they are, where it would make a copy.
         ctx.gradients = [grad_hidden, grad_head, grad_bias]
@@ -153,7 +153,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _shape_logits(logits_CV: Tensor, softcap: float | None, multiplier: float) -> Tensor | None:
+def shape_logits(logits_CV: Tensor, softcap: float | None, multiplier: float) -> Tensor | None:
     """Multiply and cap in place; returns the derivative of the cap, None without one."""
     if multiplier != 1.0:
         logits_CV.mul_(multiplier)
@@ -176,7 +176,7 @@ def _softmax_loss(logits_CV: Tensor, labels_C1: Tensor) -> tuple[Tensor, Tensor]
     return loss, grad_CV.scatter_add_(1, labels_C1, torch.full_like(labels_C1, -1, dtype=grad_CV.dtype))
 
 
-def _add_product(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> None:
+def add_product(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> None:
     """total += left.T @ right, without room for a second V x D where the product has fewer bits than the total."""
     if left_CV.dtype == total_VD.dtype:
         total_VD.addmm_(left_CV.T, right_CD)

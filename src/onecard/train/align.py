@@ -111,7 +111,11 @@ def prepare(config: AlignConfig) -> Task:
 
 
 def _say_unused(config: AlignConfig) -> None:
-    used = {"label_smoothing": ("dpo",), "length_normalised": ("dpo",), "simpo_margin": ("simpo",)}
+    used: dict[str, tuple[str, ...]] = {
+        "label_smoothing": ("dpo",),
+        "length_normalised": ("dpo",),
+        "simpo_margin": ("simpo",),
+    }
     used["likelihood_weight"] = ("dpo", "ipo", "simpo", "orpo")
     for name, methods in used.items():
         if config.method not in methods and getattr(config, name) != AlignConfig.model_fields[name].default:

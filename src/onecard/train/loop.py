@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class LoopSettings:
 class UpdateResult:
     """One update: mean loss of its labelled tokens (nats), gradient norm before clipping, tokens but padding.
 
-    `waited_seconds` went by before its rows were there.
+    `waited_seconds` went by before its rows were there; `measures` is what the objective tells beside the loss.
     """
 
     loss: float
@@ -71,6 +71,7 @@ class UpdateResult:
     tokens: int
     skipped: bool
     waited_seconds: float = 0.0
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
@@ -125,6 +126,7 @@ class Loop:
         self.step = self.taken = self.tokens = self.skipped = 0
         # Settings that were changed on the way, by name.
         self.changes: dict[str, Any] = {}
+        self._held_out_measures: dict[str, float] = {}
         self.seconds = self._factor = 0.0
         self._random = has_dropout(model)
 
@@ -163,7 +165,7 @@ class Loop:
             self.loss_scale.update(overflow=False)
         self.optimizers.zero_grad()
         tokens = sum(batch.tokens for batch in batches)
-        return UpdateResult(loss, norm, tokens, skipped, self._ahead.waited_seconds)
+        return UpdateResult(loss, norm, tokens, skipped, self._ahead.waited_seconds, self.objective.measures())
 
     def _scaled_gradients(self, batches: list[RowBatch]) -> tuple[float, float]:
         """`_gradients`, again with half the loss scale as long as gradients overflow though the loss does not."""
@@ -182,8 +184,9 @@ class Loop:
     def _gradients(self, batches: list[RowBatch]) -> tuple[float, float]:
         """Leave the clipped gradients of an update in `.grad`; its mean loss and the norm before clipping."""
         # Without any label the loss is 0 and so are its gradients.
-        labelled = max(1, sum(batch.labelled for batch in batches))
+        labelled = max(1, sum(self.objective.count(batch) for batch in batches))
         scale = self.loss_scale.value
+        self._begin(batches)
         parts = []
         for batch in batches:
             part = self._loss(batch, scale / labelled)
@@ -246,6 +249,13 @@ class Loop:
                 learn=learn,
             )
 
+    def _begin(self, batches: Iterable[RowBatch]) -> None:
+        """Let the objective see all rows of an update or an evaluation before their losses are computed."""
+        self.objective.measures()  # those of an attempt that was given up count for nothing
+        begin_pass(self.model)
+        with self.precision.autocast():
+            self.objective.begin(self.model, batches, device=self.precision.device, row_tokens=self.rows.max_length)
+
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self) -> float | None:
@@ -254,16 +264,22 @@ class Loop:
             return None
         rows, numbers = self.held_out
         size, total, labelled = self.settings.batch_size, 0.0, 0
+
+        def held_out_batches() -> Iterator[RowBatch]:
+            for at in range(0, len(numbers), size):
+                yield gather(rows, numbers[at : at + size], pad_id=self.settings.pad_id, row_count=size)
+
         if self._random:  # else training mode computes the same, and the compiled layers need no second form
             self.model.eval()
         try:
-            for at in range(0, len(numbers), size):
-                batch = gather(rows, numbers[at : at + size], pad_id=self.settings.pad_id, row_count=size)
+            self._begin(held_out_batches())
+            for batch in held_out_batches():
                 # Gradients stay enabled though none is taken, for then the compiled training layers serve here too.
                 total += float(self._loss(batch, 1.0, learn=False).detach())
-                labelled += batch.labelled
+                labelled += self.objective.count(batch)
         finally:
             self.model.train()
+        self._held_out_measures = {f"held_out_{name}": value for name, value in self.objective.measures().items()}
         return total / max(1, labelled)
 
     def _look(self) -> float | None:
@@ -430,7 +446,7 @@ class Loop:
 
     def record(self, result: UpdateResult, held_out_loss: float | None, update_seconds: float) -> None:
         """Write a line of metrics.jsonl."""
-        extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss}
+        extra = {} if held_out_loss is None else {"held_out_loss": held_out_loss, **self._held_out_measures}
         self.log.update(
             step=self.step,
             tokens=self.tokens,
@@ -441,6 +457,7 @@ class Loop:
             seconds=self.seconds,
             data_wait_fraction=result.waited_seconds / max(update_seconds, 1e-9),
             peak_memory_bytes=peak_memory_bytes(self.precision.device),
+            **result.measures,
             **self.vitals.row(self.step),
             **extra,
         )

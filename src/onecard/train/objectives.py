@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,28 @@ from onecard.train.compilation import uncompiled
 WIDTH_STEP = 64
 
 
-class Objective(Protocol):
-    """`loss` returns `scale` x the sum of losses of a micro-batch, ready for backward."""
+class Objective:
+    """What an update learns from its rows, as a mean over what it counts in all of them."""
 
     def loss(
         self, model: torch.nn.Module, batch: RowBatch, *, scale: float, device: str, row_tokens: int, learn: bool = True
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """`scale` x the sum of losses of a micro-batch, ready for backward."""
+        raise NotImplementedError
+
+    def count(self, batch: RowBatch) -> int:
+        """What the mean is taken over: labelled tokens where nothing else is said."""
+        return batch.labelled
+
+    def begin(self, model: torch.nn.Module, batches: Iterable[RowBatch], *, device: str, row_tokens: int) -> None:
+        """Before the losses of an update (or an evaluation): what has to be known of all its micro-batches at once."""
+
+    def measures(self) -> dict[str, float]:
+        """What there is to tell beside the loss of the batches since the last call, by name."""
+        return {}
 
 
-class NextToken:
+class NextToken(Objective):
     """Cross-entropy of each labelled next token (pretraining, and fine-tuning with labels on answers).
 
     Packed: the model attends through `attention.PACKED`, rows hold any documents. Padded: rows of one document each
@@ -53,9 +67,9 @@ class NextToken:
                 return _loss_of_logits(causal, inputs, labels_N, scale, learn=learn)
         else:
             assert causal.config._attn_implementation == PACKED, "attention.switch comes before packed rows"
-            inputs, labels_N = _packed(batch, row_tokens, device)
+            inputs, labels_N = packed_inputs(batch, row_tokens, device)
         decoder = causal.get_decoder()
-        hidden_ND = decoder(**_accepted(decoder, inputs)).last_hidden_state.flatten(0, 1)
+        hidden_ND = decoder(**accepted(decoder, inputs)).last_hidden_state.flatten(0, 1)
         head = head_of(causal)
         assert head is not None, "proven before"
         if not learn:
@@ -75,7 +89,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
-def _packed(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, Any], Tensor]:
+def packed_inputs(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, Any], Tensor]:
     """All rows as one, with the boundaries of the documents; and the labels."""
     inputs = {
         "input_ids": torch.from_numpy(batch.input_ids).to(device, non_blocking=True).unsqueeze(0),
@@ -108,7 +122,7 @@ def _padded(batch: RowBatch, row_tokens: int, device: str) -> tuple[dict[str, An
     return inputs, labels_BT.flatten().to(device, non_blocking=True)
 
 
-def _accepted(module: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def accepted(module: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs that a model has a name for: those that carry state from token to token know no positions."""
     known = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -129,7 +143,7 @@ def _head_is_known(model: Any) -> bool:
 
 def _loss_of_logits(model: Any, inputs: dict[str, Any], labels_N: Tensor, scale: float, *, learn: bool) -> Tensor:
     """The same loss from the logits that the model itself makes, of which there are then positions x vocabulary."""
-    logits_NV = model(**_accepted(model, inputs)).logits.flatten(0, 1)
+    logits_NV = model(**accepted(model, inputs)).logits.flatten(0, 1)
     kept_N = labels_N != IGNORED
     loss = scale * F.cross_entropy(logits_NV[kept_N].float(), labels_N[kept_N], reduction="sum")
     return loss if learn else loss.detach()
