@@ -92,4 +92,5 @@ def _add_tokenizer(writer: Any, tokenizer: Any, directory: Path) -> None:
     ):
         if index is not None:
             getattr(writer, f"add_{name}_token_id")(index)
+    writer.add_add_bos_token(tokenizer("").input_ids == [tokenizer.bos_token_id])
     writer.add_chat_template(tokenizer.chat_template)

@@ -48,7 +48,7 @@ def test_it_is_the_model_that_it_was_made_of(file: Path, tiny_model_directory: P
     tokenizer, original = load_tokenizer(file), load_tokenizer(tiny_model_directory)
     for text in TEXTS:
         assert tokenizer(text).input_ids == original(text).input_ids
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
+        assert tokenizer.decode(tokenizer(text).input_ids[1:]) == text
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert rendered == original.apply_chat_template(CHAT, tokenize=False) and "你好?" in rendered
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (original.eos_token_id, original.bos_token_id)
@@ -63,12 +63,13 @@ def test_quantized_weights_become_dense_and_are_near(
     for name, before in load_model(tiny_model_directory).state_dict().items():
         found = model.state_dict()[name]
         if before.ndim == 2:
-            # Blocks of 32 are scaled so that the largest is 127 steps, and rounded; the scale itself is kept in fp16.
+            # Blocks of 32 are rounded to steps of which the largest has 127, kept in fp16: 1/2 + 127 / 2^11 of a step.
             largest = before.reshape(before.shape[0], -1, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32)
-            assert bool(((found - before).abs() <= 0.51 * largest.reshape(before.shape) / 127).all())
+            assert bool(((found - before).abs() <= 0.57 * largest.reshape(before.shape) / 127).all())
         differs += not torch.equal(found, before)
     assert differs > 10
-    assert "unpacking tiny.Q8_0.gguf (0M parameters, Q8_0, F32) once" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unpacking tiny.Q8_0.gguf (0M parameters, Q8_0, F32) once" in said and "Converting" not in said
 
 
 def test_it_is_unpacked_once_whatever_it_is_called(

@@ -8,7 +8,9 @@ same weights wherever the file lies by then. It writes no GGUF.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +64,9 @@ def _unpack(path: Path, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     with artifact.new_directory(target, replace=True) as temporary:
         try:
-            _convert(path, temporary)
+            # What the library says of its progress is not for the user.
+            with contextlib.redirect_stderr(io.StringIO()):
+                _convert(path, temporary)
         # Whatever is wrong with a file that somebody else made, the library says it in its own ways.
         except (
             ValueError,
