@@ -6,10 +6,10 @@ plain dictionaries without None, contents as strings, arguments as objects. Know
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from onecard.data.messages import MessageFault, call_of, text_of
 from onecard.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -47,37 +47,30 @@ def normalise(messages: Messages, tools: Tools | None) -> tuple[list[dict[str, A
 
 
 def _content(content: Any, number: int) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(str(part) for part in parts)
-    raise DataError(f"The content of message {number} is not text.", "Give text; onecard reads no images or sounds.")
+    try:
+        return text_of(content)
+    except MessageFault:
+        raise DataError(
+            f"The content of message {number} is not text.", "Give text; onecard reads no images or sounds."
+        ) from None
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"A tool call of message {number} names no function.", "Give it a name and arguments.")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as fault:
-            raise DataError(
-                f"The arguments of {function['name']} in message {number} are not valid JSON: {fault}.",
-                "Mend the JSON, or give an object.",
-            ) from None
-    if not isinstance(arguments, Mapping | None):
-        raise DataError(
-            f"The arguments of {function['name']} in message {number} are not an object.", "Give names with values."
-        )
-    kept = {"id": call["id"]} if call.get("id") is not None else {}
-    nested = {"name": function["name"], "arguments": dict(arguments or {})}
-    return {**kept, "type": "function", "function": nested}
+    try:
+        return call_of(call)
+    except MessageFault as fault:
+        what, remedy = _CALL_FAULTS[fault.kind]
+        raise DataError(what.format(number=number, detail=fault.detail), remedy) from None
+
+
+_CALL_FAULTS = {
+    "no_name": ("A tool call of message {number} names no function.", "Give it a name and arguments."),
+    "not_json": (
+        "The arguments of a tool call in message {number} are not valid JSON ({detail}).",
+        "Mend the JSON, or give an object.",
+    ),
+    "no_object": ("The arguments of {detail} in message {number} are not an object.", "Give names with values."),
+}
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
