@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
 from onecard.config import CleanConfig
-from onecard.data import clean_report, preview, publish, refinery
+from onecard.data import clean_report, contamination, paragraphs, preview, publish, refinery
+from onecard.data.clusters import largest_clusters
 from onecard.data.duplicates import Table, Verdicts, decide, read_table
 from onecard.data.shards import arrays_of
 from onecard.data.sources import readable_label, source_files
 from onecard.data.split import held_out
 from onecard.data.workers import Workers, available_cores
 from onecard.errors import DataError
+from onecard.report import Page
 from onecard.settings import Source
 
 if TYPE_CHECKING:
@@ -72,8 +74,12 @@ def clean(config: CleanConfig) -> dict[str, Any]:
         refinery.working_folder(config.output, refinery.fingerprint(config, files)) as folder,
     ):
         with Workers(_worker_count(config, files)) as workers:
+            contamination.prepare(config.decontaminate, folder)
             tally = refinery.make_shards(config, folder, sources, files, workers)
-            table = read_table(folder, tally.shards)
+            place = folder
+            if config.repeated_paragraphs:
+                place, tally = paragraphs.without_repeated(config, folder, tally, workers)
+            table = read_table(place, tally.shards)
             verdicts = decide(config, table, workers)
             source_of = _source_of(tally, table)
             if not (verdicts.repeats < 0).any():
@@ -84,19 +90,23 @@ def clean(config: CleanConfig) -> dict[str, Any]:
         examples = publish.merged_examples([tally.examples, *(part["examples"] for part in parts)])
         report = _report(found)
         with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
-            for path in sorted((folder / "out").iterdir()):
+            for path in sorted((place / "out").iterdir()):
                 if path.suffix in (".parquet", ".jsonl"):
                     path.replace(directory / path.name)
             artifact.write_json_atomically(directory / "report.json", report)
-            changed = [clean_report.Change(*texts) for at, *texts in tally.changed_examples if found.kept[at]]
-            lengths = table.characters[found.kept]
-            clean_report.page(report, examples, changed[: clean_report.CHANGES], lengths.tolist()).save(
-                directory / "report.html"
-            )
+            _page(found, report, examples).save(directory / "report.html")
             parents = [path for source in files for path in source]
             artifact.write_manifest(directory, "corpus", settings=config.plain(), parents=parents, result=report)
     _show(config, report)
     return {**report, "output": str(config.output)}
+
+
+def _page(found: _Found, report: dict[str, Any], examples: dict[str, list[dict[str, Any]]]) -> Page:
+    changes = [clean_report.Change(*texts) for at, *texts in found.tally.changed_examples if found.kept[at]]
+    language_of, languages = publish.languages_of(found.table)
+    characters = found.table.characters
+    lengths = {name: characters[found.kept & (language_of == number)] for number, name in enumerate(languages)}
+    return clean_report.page(report, examples, changes, lengths, largest_clusters(found.table, found.verdicts))
 
 
 def _worker_count(config: CleanConfig, files: Sequence[Sequence[Path]]) -> int:

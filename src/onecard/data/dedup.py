@@ -8,7 +8,8 @@ else of words (64-bit hashes). MinHash: Broder 1997; banding: Indyk and Motwani 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
     made = Signatures(
         np.zeros((len(texts), bands), dtype=np.uint32), np.zeros((len(texts), PERMUTATIONS), dtype=np.uint8)
     )
-    unspaced = [rules.is_unspaced(text) for text in texts]
+    unspaced = [not text.isascii() and rules.is_unspaced(text) for text in texts]
     for of_characters in (True, False):
         places = [place for place, one in enumerate(unspaced) if one is of_characters]
         if not places:
@@ -90,7 +91,7 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
         hashes = _minimal_hashes(grams, counts)
         made.sketches[places] = (hashes & 0xFF).astype(np.uint8)
         rows = hashes.reshape(len(places), bands, PERMUTATIONS // bands).astype(np.uint64)
-        joined = (_mixed((rows * _weights(rows.shape[2])).sum(axis=2, dtype=np.uint64)) >> np.uint64(32)).astype(
+        joined = (mixed((rows * _weights(rows.shape[2])).sum(axis=2, dtype=np.uint64)) >> np.uint64(32)).astype(
             np.uint32
         )
         joined[joined == 0] = 1
@@ -105,7 +106,7 @@ def _minimal_hashes(grams: Hashes, counts: NDArray[np.int64]) -> NDArray[np.uint
     from rensa import RMinHash
 
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.uint64)
-    matrix = RMinHash.digest_matrix_from_flat_token_hashes(_mixed(grams), starts, PERMUTATIONS, _SEED)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(mixed(grams), starts, PERMUTATIONS, _SEED)
     return np.array(matrix.to_rows(), dtype=np.uint32).reshape(len(counts), PERMUTATIONS)
 
 
@@ -151,10 +152,16 @@ def _word_grams(texts: Sequence[list[str]]) -> tuple[Hashes, NDArray[np.int64]]:
     total = int(lengths.sum())
     if total < _GRAM:
         return np.empty(0, dtype=np.uint64), np.zeros(len(texts), dtype=np.int64)
-    known = _word_ids().__getitem__
-    ids = np.fromiter((known(word) for words in texts for word in words), dtype=np.uint64, count=total)
+    ids = word_hashes(itertools.chain.from_iterable(texts), total)
     first, second, third = _weights(_GRAM)
     return _within(ids[:-2] * first + ids[1:-1] * second + ids[2:] * third, lengths)
+
+
+def word_hashes(words: Iterable[str], count: int) -> Hashes:
+    """64 bits of each word; those of words seen before are remembered."""
+    import numpy as np
+
+    return np.fromiter(map(_word_ids().__getitem__, words), dtype=np.uint64, count=count)
 
 
 def _within(grams: Hashes, lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
@@ -190,12 +197,12 @@ def _weights(count: int) -> Hashes:
     """Odd 64-bit numbers, fixed for ever, by which a sequence becomes one number."""
     import numpy as np
 
-    made = _mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+    made = mixed(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
     made.setflags(write=False)
     return made
 
 
-def _mixed(values: Hashes) -> Hashes:
+def mixed(values: Hashes) -> Hashes:
     """Each number with its bits spread, one to one (the finaliser of SplitMix64)."""
     import numpy as np
 

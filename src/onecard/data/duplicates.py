@@ -95,7 +95,7 @@ def decide(config: CleanConfig, table: Table, workers: Workers) -> Verdicts:
     """Find exact duplicates, then (where the settings say so) near ones among the rest."""
     import numpy as np
 
-    repeats = _exact(table)
+    repeats = exact(table)
     similarity = np.where(repeats >= 0, EXACT, 0).astype(np.float32)
     if config.near_duplicates and table.documents:
         alone = np.flatnonzero(repeats < 0)
@@ -114,7 +114,7 @@ def decide(config: CleanConfig, table: Table, workers: Workers) -> Verdicts:
     return Verdicts(repeats, similarity)
 
 
-def _exact(table: Table) -> Integers:
+def exact(table: Table) -> Integers:
     """For each document the first equal one before it, or -1."""
     import numpy as np
 

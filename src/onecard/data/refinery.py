@@ -22,6 +22,7 @@ from onecard.config import CleanConfig
 from onecard.data.documents import RawDocument, read_raw_items
 from onecard.data.records import refuse
 from onecard.data.shards import EXAMPLES, Batch, summary_of, tidy
+from onecard.data.sources import source_files
 from onecard.data.workers import Workers
 from onecard.errors import ArtifactError
 from onecard.settings import Source
@@ -29,7 +30,7 @@ from onecard.settings import Source
 BATCH_CHARACTERS = 1_000_000
 BATCH_ITEMS = 4_000
 # More than are shown: some turn out to be duplicates.
-_CHANGED_EXAMPLES = 100
+_CHANGED_EXAMPLES = 20
 # Settings that change nothing of what is found.
 _PLACES = ("output", "overwrite", "workers")
 
@@ -45,6 +46,7 @@ class Tally:
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     changes: Counter[str] = field(default_factory=Counter)
     changed_examples: list[tuple[int, str, str, str]] = field(default_factory=list)
+    shown: Counter[str] = field(default_factory=Counter)
     documents: int = 0
 
     def add(self, summary: dict[str, Any]) -> None:
@@ -54,9 +56,11 @@ class Tally:
         self.rejected.update(summary["rejected"])
         self.rejected_by_source[summary["name"]] += sum(summary["rejected"].values())
         self.changes.update(summary["changes"])
-        if len(self.changed_examples) < _CHANGED_EXAMPLES:
-            for index, *texts in summary["changed_examples"]:
-                self.changed_examples.append((self.documents + index, *texts))
+        for index, caption, *texts in summary["changed_examples"]:
+            step = caption.partition(":")[0]
+            if self.shown[step] < _CHANGED_EXAMPLES:
+                self.shown[step] += 1
+                self.changed_examples.append((self.documents + index, caption, *texts))
         self.documents += summary["documents"]
         for reason, rows in summary["examples"].items():
             self.examples[reason] += rows[: EXAMPLES - len(self.examples[reason])]
@@ -68,9 +72,19 @@ class Tally:
 def fingerprint(config: CleanConfig, files: Sequence[Sequence[Path]]) -> str:
     """What decides the shards: the settings, the inputs as they stand, and the code."""
     code = {path.name: artifact.hash_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
-    inputs = [[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths] for paths in files]
+    others = [
+        *(source_files(source) for source in config.decontaminate),
+        [config.reference] if config.reference else [],
+    ]
+    inputs = [[_state(path) for path in paths] for paths in (*files, *others)]
     settings = {name: value for name, value in config.plain().items() if name not in _PLACES}
     return artifact.hash_json({"code": code, "inputs": inputs, "settings": settings})[:16]
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    if not path.exists():
+        return str(path), 0, 0
+    return str(path), path.stat().st_size, path.stat().st_mtime_ns
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard.config import CleanConfig
-from onecard.data import dedup
+from onecard.data import contamination, dedup
 from onecard.data.rows import encodable
 from onecard.data.split import rank
-from onecard.data.steps import Steps
+from onecard.data.steps import Outcome, Steps
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,25 +88,53 @@ def _prepared(settings: bytes) -> tuple[CleanConfig, Steps]:
 
 
 @dataclass
-class _Made:
-    """What a worker gathers of a batch."""
+class Shard:
+    """What a worker makes of a batch: documents (parallel lists), rejected rows as JSON, and what the report shows."""
 
-    encoded: list[bytes] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    number: int
+    source: int
+    name: str
+    next_start: tuple[int, int] | None
+    ids: list[str] = field(default_factory=list)
+    texts: list[bytes] = field(default_factory=list)
+    characters: list[int] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     languages: list[str] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)
-    rejected_positions: list[int] = field(default_factory=list)
+    changed: list[bool] = field(default_factory=list)
+    rejected: list[tuple[int, str]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     changes: Counter[str] = field(default_factory=Counter)
-    changed: list[bool] = field(default_factory=list)
     changed_examples: list[tuple[int, str, str, str]] = field(default_factory=list)
+    shown: Counter[str] = field(default_factory=Counter)
+
+    def keep(self, name: str, text: str, file: str, line: int, position: int, language: str, changed: bool) -> None:
+        """Put one document at the end."""
+        self.ids.append(name)
+        self.texts.append(text.encode())
+        self.characters.append(len(text))
+        self.files.append(file)
+        self.lines.append(line)
+        self.positions.append(position)
+        self.languages.append(language)
+        self.changed.append(changed)
+
+    def show_changes(self, steps: Steps, outcome: Outcome, name: str, text: str, language: str) -> None:
+        """Keep an example of what each step did to the next document, of those that have few."""
+        few = {step for what in outcome.changes if self.shown[step := what.partition(":")[0]] < EXAMPLES}
+        if not few:
+            return
+        for change in steps.trace(text, language):
+            if change.step in few and change.count:
+                self.shown[change.step] += 1
+                caption = f"{change.step}: {encodable(name)}"
+                self.changed_examples.append((len(self.ids), caption, *_differing(change.before, change.after)))
 
     def reject(self, position: int, row: dict[str, Any]) -> None:
         """Set one item aside."""
-        self.rejected.append(json.dumps(row, ensure_ascii=False))
-        self.rejected_positions.append(position)
+        self.rejected.append((position, json.dumps(row, ensure_ascii=False)))
         self.reasons[row["reason"]] += 1
         if len(self.examples[row["reason"]]) < EXAMPLES:
             self.examples[row["reason"]].append(row)
@@ -115,7 +143,7 @@ class _Made:
 def tidy(folder: Path, settings: bytes, batch: Batch) -> dict[str, Any]:
     """Apply the steps to a batch and write its shard; returns the shard's summary (what its .json holds)."""
     config, steps = _prepared(settings)
-    made = _Made()
+    made = Shard(batch.number, batch.source, batch.name, batch.next_start)
     for position, (name, text, reason) in enumerate(zip(batch.ids, batch.texts, batch.reasons)):
         file, line = batch.files[position], batch.lines[position]
         if reason:
@@ -123,19 +151,16 @@ def tidy(folder: Path, settings: bytes, batch: Batch) -> dict[str, Any]:
             continue
         outcome = steps.apply(text, batch.language)
         made.changes.update(outcome.changes)
-        if outcome.reason is not None:
-            row = rejected_row(outcome.reason, batch.name, file, line, name, outcome.detail, text)
-            made.reject(position, row)
+        tidied, verdict = encodable(outcome.text), (outcome.reason, outcome.detail)
+        if outcome.reason is None and config.decontaminate:
+            shared = contamination.shared_with(folder, tidied)
+            verdict = (None, "") if shared is None else ("contaminated", shared)
+        if verdict[0] is not None:
+            made.reject(position, rejected_row(verdict[0], batch.name, file, line, name, verdict[1], text))
             continue
-        tidied = encodable(outcome.text)
-        made.texts.append(tidied)
-        made.encoded.append(tidied.encode())
-        made.positions.append(position)
-        made.languages.append(outcome.language)
-        made.changed.append(tidied != text)
-        if tidied != text and len(made.changed_examples) < EXAMPLES:
-            made.changed_examples.append((len(made.texts) - 1, name, *_differing(text, tidied)))
-    return _write(folder, config, batch, made)
+        made.show_changes(steps, outcome, name, text, batch.language)
+        made.keep(encodable(name), tidied, encodable(file), line, position, outcome.language, tidied != text)
+    return write(folder, config, made)
 
 
 def _differing(before: str, after: str) -> tuple[str, str]:
@@ -146,56 +171,96 @@ def _differing(before: str, after: str) -> tuple[str, str]:
     return tuple(encodable(text[start : start + _EXCERPT_CHARACTERS]) for text in (before, after))  # type: ignore[return-value]
 
 
-def _write(folder: Path, config: CleanConfig, batch: Batch, made: _Made) -> dict[str, Any]:
+def write(folder: Path, config: CleanConfig, made: Shard) -> dict[str, Any]:
+    """Write the files of a shard; returns its summary."""
     import numpy as np
 
-    languages = sorted(set(made.languages))
-    files = list(dict.fromkeys(batch.files))
-    places = {file: place for place, file in enumerate(files)}
-    ids = [encodable(batch.ids[position]).encode() for position in made.positions]
+    languages, files = list(dict.fromkeys(made.languages)), list(dict.fromkeys(made.files))
+    ids = [name.encode() for name in made.ids]
     arrays: dict[str, Any] = {
-        "ends": np.cumsum([len(text) for text in made.encoded], dtype=np.int64),
-        "characters": np.array([len(text) for text in made.texts], dtype=np.int64),
+        "ends": np.cumsum([len(text) for text in made.texts], dtype=np.int64),
+        "characters": np.array(made.characters, dtype=np.int64),
         "positions": np.array(made.positions, dtype=np.int32),
-        "lines": np.array([batch.lines[position] for position in made.positions], dtype=np.int64),
-        "files": np.array([places[batch.files[position]] for position in made.positions], dtype=np.int32),
-        "languages": np.array([languages.index(name) for name in made.languages], dtype=np.uint16),
+        "lines": np.array(made.lines, dtype=np.int64),
+        "files": _places(made.files, files),
+        "languages": _places(made.languages, languages),
         "changed": np.array(made.changed, dtype=bool),
-        "digests": dedup.digests(made.encoded),
+        "digests": dedup.digests(made.texts),
         "ranks": np.array([rank(config.seed, name) for name in ids], dtype=np.uint64),
         "id_ends": np.cumsum([len(name) for name in ids], dtype=np.int64),
-        "rejected_positions": np.array(made.rejected_positions, dtype=np.int32),
+        "rejected_positions": np.array([position for position, _ in made.rejected], dtype=np.int32),
     }
     parts = {
-        "text": b"".join(made.encoded),
+        "text": b"".join(made.texts),
         "ids": b"".join(ids),
-        "rejected": "".join(line + "\n" for line in made.rejected).encode(),
+        "rejected": "".join(f"{line}\n" for _, line in made.rejected).encode(),
     }
     if config.near_duplicates:
-        found = dedup.signatures(made.texts, dedup.bands_for(config.near_duplicate_threshold))
+        bands = dedup.bands_for(config.near_duplicate_threshold)
+        found = dedup.signatures([text.decode() for text in made.texts], bands)
         parts["bands"] = np.ascontiguousarray(found.bands.T).tobytes()
         parts["sketches"] = found.sketches.tobytes()
     for kind, data in parts.items():
-        with _replacing(shard_file(folder, batch.number, kind)) as path:
+        with _replacing(shard_file(folder, made.number, kind)) as path:
             path.write_bytes(data)
-    with _replacing(shard_file(folder, batch.number, "npz")) as path, path.open("wb") as file:
+    with _replacing(shard_file(folder, made.number, "npz")) as path, path.open("wb") as file:
         np.savez(file, **arrays)
     summary = {
-        "number": batch.number,
-        "source": batch.source,
-        "name": batch.name,
-        "documents": len(made.texts),
+        "number": made.number,
+        "source": made.source,
+        "name": made.name,
+        "documents": len(ids),
         "languages": languages,
-        "files": [encodable(file) for file in files],
+        "files": files,
         "rejected": dict(made.reasons),
         "examples": dict(made.examples),
         "changes": dict(made.changes),
         "changed_examples": made.changed_examples,
-        "next_start": batch.next_start,
+        "next_start": made.next_start,
     }
-    with _replacing(shard_file(folder, batch.number, "json")) as path:
+    with _replacing(shard_file(folder, made.number, "json")) as path:
         path.write_text(json.dumps(summary, ensure_ascii=False), encoding="utf-8")
     return summary
+
+
+def _places(values: Sequence[str], distinct: Sequence[str]) -> NDArray[Any]:
+    import numpy as np
+
+    places = {value: place for place, value in enumerate(distinct)}
+    return np.array([places[value] for value in values], dtype=np.int32)
+
+
+def read(folder: Path, number: int) -> Shard:
+    """A shard as it was written."""
+    summary = summary_of(folder, number)
+    assert summary is not None
+    names = ["ends", "id_ends", "characters", "positions", "lines", "files", "languages", "changed"]
+    arrays = [values.tolist() for values in arrays_of(folder, number, [*names, "rejected_positions"])]
+    ends, id_ends, characters, positions, lines, files, languages, changed, rejected_positions = arrays
+    rejected = shard_file(folder, number, "rejected").read_text(encoding="utf-8").split("\n")[:-1]
+    return Shard(
+        number,
+        summary["source"],
+        summary["name"],
+        summary["next_start"],
+        ids=[name.decode() for name in _cut(shard_file(folder, number, "ids").read_bytes(), id_ends)],
+        texts=_cut(shard_file(folder, number, "text").read_bytes(), ends),
+        characters=characters,
+        files=[summary["files"][place] for place in files],
+        lines=lines,
+        positions=positions,
+        languages=[summary["languages"][place] for place in languages],
+        changed=changed,
+        rejected=list(zip(rejected_positions, rejected)),
+        reasons=Counter(summary["rejected"]),
+        examples=defaultdict(list, summary["examples"]),
+        changes=Counter(summary["changes"]),
+        changed_examples=[tuple(example) for example in summary["changed_examples"]],
+    )
+
+
+def _cut(data: bytes, ends: Sequence[int]) -> list[bytes]:
+    return [data[start:end] for start, end in zip([0, *ends], ends)]
 
 
 class _replacing:  # noqa: N801 (a context manager)
