@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onecard.data.messages import MessageFault, call_of, text_of
-from onecard.data.records import Rejection, read_rows, refuse
+from onecard.data.records import Rejection, Row, read_rows, refuse
 from onecard.errors import DataError
 from onecard.settings import Source
 
@@ -94,9 +94,7 @@ def read_chats(sources: Sequence[Source], *, strict: bool, reject: Callable[[Rej
             try:
                 messages = as_messages(row.values)
             except ChatRowError as fault:
-                text = json.dumps(row.values, ensure_ascii=False, default=str)
-                rejection = Rejection(fault.reason, row.file, row.line, f"{fault.detail} | {text}")
-                refuse(rejection, strict=strict, reject=count)
+                refuse_chat_row(row, fault, strict=strict, reject=count)
                 continue
             kept += 1
             yield Chat(messages, row.file, row.line, source.label)
@@ -108,6 +106,12 @@ def read_chats(sources: Sequence[Source], *, strict: bool, reject: Callable[[Rej
         )
 
 
+def refuse_chat_row(row: Row, fault: ChatRowError, *, strict: bool, reject: Callable[[Rejection], None]) -> None:
+    """Set aside a row that is no usable conversation, or stop at it."""
+    text = json.dumps(row.values, ensure_ascii=False, default=str)
+    refuse(Rejection(fault.reason, row.file, row.line, f"{fault.detail} | {text}"), strict=strict, reject=reject)
+
+
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 _Reader = Callable[[Mapping[str, Any]], list[Message]]
@@ -115,7 +119,7 @@ _Reader = Callable[[Mapping[str, Any]], list[Message]]
 
 def _recognise(values: Mapping[str, Any]) -> tuple[str, _Reader]:
     for key in ("messages", "conversations", "conversation"):
-        turns = _parsed(values.get(key))
+        turns = parsed(values.get(key))
         if not isinstance(turns, list):
             continue
         first = turns[0] if turns else {}
@@ -132,7 +136,7 @@ def _recognise(values: Mapping[str, Any]) -> tuple[str, _Reader]:
     raise ChatRowError("missing_fields", f"fields are {', '.join(map(str, values)) or 'none'}")
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """A list that a table holds as JSON text; anything else as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -143,11 +147,11 @@ def _parsed(value: Any) -> Any:
 
 
 def _from_strings_at(key: str, values: Mapping[str, Any]) -> list[Message]:
-    return _from_strings(_parsed(values[key]))
+    return _from_strings(parsed(values[key]))
 
 
 def _from_messages_at(key: str, values: Mapping[str, Any]) -> list[Message]:
-    return [_message(turn, number) for number, turn in enumerate(_parsed(values[key]), 1)]
+    return [_message(turn, number) for number, turn in enumerate(parsed(values[key]), 1)]
 
 
 def _from_pair_at(question: str, answer: str, values: Mapping[str, Any]) -> list[Message]:
@@ -162,7 +166,7 @@ def _from_strings(turns: list[Any]) -> list[Message]:
 
 
 def _from_alpaca(values: Mapping[str, Any]) -> list[Message]:
-    history = _parsed(values.get("history") or [])
+    history = parsed(values.get("history") or [])
     if not isinstance(history, list):
         raise ChatRowError("bad_history", "history is not a list of [question, answer]")
     turns: list[Any] = []
@@ -184,8 +188,8 @@ def _from_pair(question: Any, answer: Any) -> list[Message]:
 
 
 def _as_turns(value: Any) -> Any:
-    parsed = _parsed(value)
-    return parsed if isinstance(parsed, list) and all(isinstance(turn, dict) for turn in parsed) else value
+    found = parsed(value)
+    return found if isinstance(found, list) and all(isinstance(turn, dict) for turn in found) else value
 
 
 def _message(turn: Any, number: int) -> Message:
