@@ -116,6 +116,31 @@ def test_padding_is_computed_as_long_as_the_longest_row() -> None:
     assert update_tokens(job(packed=False)) == 24
 
 
+def test_known_rows_cost_less() -> None:
+    """A quarter of the tokens have labels; documents of 4 in rows of 8 see half as much."""
+    shape = shape_of(llama())
+    known = costs_of(job(), shape, learned_share=0.25, document_tokens=4)
+    assert sum(work.flops for work in known.products) == 6 * (MATRICES + HEAD / 4) * 24
+    assert known.attention_flops == costs_of(job(), shape).attention_flops / 2
+    whole = job(engine=Engine(chunked_loss=False, attention="sdpa"))
+    same = costs_of(whole, shape, learned_share=0.25, document_tokens=4)
+    assert sum(work.flops for work in same.products) == 6 * (MATRICES + HEAD) * 24
+    assert same.attention_flops == costs_of(job(), shape).attention_flops
+
+
+def test_windows_by_hand() -> None:
+    """Of 8 positions each sees at most 4: 8 x 4 - 4 x 4 / 2 = 24 pairs instead of 32."""
+    from transformers import MistralConfig
+
+    made: Any = MistralConfig
+    config = made(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    windowed, whole = (costs_of(job(model=model), shape_of(model)).attention_flops for model in (config, llama()))
+    assert windowed == whole * 24 / 32
+
+
 def optimizer_bytes(**changes: Any) -> float:
     made = job(**changes)
     return costs_of(made, shape_of(made.model)).optimizer_bytes / trained_parameters(made, shape_of(made.model))

@@ -71,9 +71,12 @@ def test_a_card_waits_only_for_launches_that_take_longer_than_its_work() -> None
 
 
 def test_kept_activations_travel_beside_the_work() -> None:
-    """One second of work hides 20 GB of copies at 20 GB/s; of 50 GB a second and a half is left."""
-    hidden = Costs(traffic_bytes=0.95e12, hidden_bytes=2e10)
+    """A second of work is a third forward and two back, at 20 GB/s: 10 GB fit beside it, of 50 GB a second and a half
+    is left."""
+    hidden = Costs(traffic_bytes=0.95e12, hidden_bytes=1e10)
     assert speed.seconds_of(hidden, CARD)["transfers"] == 0
+    outward = Costs(traffic_bytes=0.95e12, hidden_bytes=2e10)
+    assert speed.seconds_of(outward, CARD)["transfers"] == pytest.approx(0.5 - 1 / 3)
     seen = Costs(traffic_bytes=0.95e12, hidden_bytes=5e10)
     assert speed.seconds_of(seen, CARD)["transfers"] == pytest.approx(1.5)
 

@@ -20,7 +20,9 @@ from onecard.plan.shape import Shape, shape_of
 APPROXIMATION_COST = 1.15
 # So must every other way, for each is one more thing that can go wrong; and a micro-batch of twice the size, for its
 # memory may be wanted elsewhere.
-MEASURE_COST, DOUBLING_COST = 1.005, 1.003
+MEASURE_COST, DOUBLING_COST = 1.02, 1.003
+# Of the free memory of the host so much may be pinned for what a card has no room for.
+HOST_SHARE = 0.8
 # More micro-batch sizes than these are not looked at.
 MOST_SIZES = 12
 # On a CPU a larger micro-batch leaves the caches sooner than it makes a product faster.
@@ -106,7 +108,7 @@ def all_of(job: Job, target: Target, *, rows_per_update: int, fixed: frozenset[s
                 device=target.device,
                 **dict(zip(axes, chosen, strict=True)),
             )
-            if possible(made):
+            if possible(made) and host_bytes(made) <= HOST_SHARE * (target.host_memory_bytes or math.inf):
                 yield made
 
 
@@ -182,6 +184,17 @@ def kept_bytes(job: Job, shape: Shape | None = None) -> int:
         total += trained * (2 if weight == 2 or job.gradients == "bf16" else 4)
     values = {"adamw": 2, "muon": 1}.get(job.optimizer, 0)
     return int(total + trained * values * {"fp32": 4.0, "8bit": 1.03, "host": 0.0}[job.optimizer_states])
+
+
+def host_bytes(job: Job, shape: Shape | None = None) -> float:
+    """Bytes that a card keeps in the memory of the host (about)."""
+    if job.device == "cpu":
+        return 0.0
+    shape = shape or shape_of(job.model)
+    states = {"adamw": 8, "muon": 4}.get(job.optimizer, 0) if job.optimizer_states == "host" else 0
+    size = 1 if job.activation_compression == "8bit" else BYTES[job.precision]
+    kept = job.batch_size * row_tokens(job) * kept_values(job, shape) * size if job.activation_offload else 0.0
+    return states * trained_parameters(job, shape) + kept
 
 
 def passing_bytes(job: Job, shape: Shape | None = None) -> int:

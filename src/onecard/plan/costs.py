@@ -112,15 +112,18 @@ def adapted(job: Job, shape: Shape) -> list[Map]:
     return [one for one in shape.maps if one.share == 1.0 and (not names or one.name in names)]
 
 
-def costs_of(job: Job, shape: Shape) -> Costs:
-    """Everything that an update of this job does."""
+def costs_of(job: Job, shape: Shape, *, learned_share: float = 1.0, document_tokens: float | None = None) -> Costs:
+    """Everything that an update of this job does. For the keywords see `speed`."""
     steps, tokens = job.gradient_accumulation_steps, job.batch_size * row_tokens(job)
     element = BYTES[job.precision]
+    logits = tokens * learned_share if job.engine.chunked_loss else tokens
+    together = document_tokens if job.engine.attention == "packed" else None
     return Costs(
-        products=_products(job, shape, tokens, steps),
-        attention_flops=_attention(job, shape) * job.batch_size * steps,
+        products=_products(job, shape, tokens, steps, logits),
+        attention_flops=_attention(job, shape, together) * job.batch_size * steps,
         attention_format=_format(job),
-        traffic_bytes=steps * (_traffic(job, shape, tokens, element) + _weights(job, shape)) + _sums(job, shape),
+        traffic_bytes=steps * (_traffic(job, shape, tokens, element, logits) + _weights(job, shape))
+        + _sums(job, shape),
         optimizer_bytes=_optimizer(job, shape),
         optimizer_products=_orthogonalised(job, shape),
         host_bytes=_on_host(job, shape),
@@ -133,7 +136,7 @@ def _format(job: Job) -> str:
     return {"pure_bf16": "bf16", "float8": "bf16"}.get(job.precision, job.precision)
 
 
-def _products(job: Job, shape: Shape, tokens: int, steps: int) -> list[Work]:
+def _products(job: Job, shape: Shape, tokens: int, steps: int, logits: float) -> list[Work]:
     made: list[Work] = []
     trained, plain = job.method == "full", _format(job)
     layers = "float8" if job.precision == "float8" else plain
@@ -146,7 +149,7 @@ def _products(job: Job, shape: Shape, tokens: int, steps: int) -> list[Work]:
                 forward = steps * one.count * (1 + again(job, shape.layers))
                 made += _passes(part, tokens, forward, steps * one.count, trained=True, form=plain)
     if shape.head is not None:
-        made += _passes(shape.head, tokens, steps, steps, trained=trained, form=plain)
+        made += _passes(shape.head, logits, steps, steps, trained=trained, form=plain)
     return made
 
 
@@ -158,25 +161,26 @@ def _passes(one: Map, rows: float, forward: float, backward: float, *, trained: 
     return [*made, Work(one.inputs, rows, one.outputs, backward, form)] if trained else made
 
 
-def _attention(job: Job, shape: Shape) -> float:
+def _attention(job: Job, shape: Shape, document_tokens: float | None) -> float:
     """FLOP of a row, all passes."""
     length = row_tokens(job)
     passes = 2 * (1 + again(job, shape.layers)) + 5
-    pairs = sum(_pairs(job, shape, length, window) for window in shape.windows)
+    pairs = sum(_pairs(job, shape, length, window, document_tokens) for window in shape.windows)
     return 2 * shape.query_width * passes * pairs
 
 
-def _pairs(job: Job, shape: Shape, length: int, window: int | None) -> float:
-    """Pairs of positions that are multiplied in a layer. Plain attention multiplies those it masks too."""
+def _pairs(job: Job, shape: Shape, length: int, window: int | None, document_tokens: float | None) -> float:
+    """Pairs of positions of a row that are multiplied. Plain attention multiplies those it masks too."""
     if job.engine.attention == "eager":
         return float(length * length)
-    reach = min(length, window or length)
+    document = min(length, document_tokens or length)
+    reach = min(document, window or document)
     if shape.causal:
-        return length * reach - reach * reach / 2
-    return float(length * min(length, 2 * reach) if window else length * length)
+        return length / document * (document * reach - reach * reach / 2)
+    return length * (min(document, 2 * reach) if window else document)
 
 
-def _traffic(job: Job, shape: Shape, tokens: int, element: int) -> float:
+def _traffic(job: Job, shape: Shape, tokens: int, element: int, logits: float) -> float:
     """Bytes between the products of a micro-batch."""
     stream = 4 if job.precision in ("fp32", "bf16", "fp16", "float8") and job.weights != "bf16" else 2
     inner = shape.feed_forward_values + 2 * shape.query_width + shape.key_value_width
@@ -194,7 +198,7 @@ def _traffic(job: Job, shape: Shape, tokens: int, element: int) -> float:
         made += 2 * (element + 1) * tokens * kept_values(job, shape)
     if shape.head is not None:
         width = 4 if element == 4 else 2
-        made += tokens * shape.head.outputs * LOSS_BYTES["chunked" if job.engine.chunked_loss else "whole", width]
+        made += logits * shape.head.outputs * LOSS_BYTES["chunked" if job.engine.chunked_loss else "whole", width]
     return made
 
 

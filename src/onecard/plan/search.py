@@ -25,17 +25,18 @@ from onecard.plan.candidates import (
     ways,
     words,
 )
-from onecard.plan.job import Job, Memory, Target
+from onecard.plan.job import Job, Memory, Speed, Target
 from onecard.plan.shape import shape_of
 from onecard.plan.speed import speed
 
 MemoryOf = Callable[[Job], Memory]
+SpeedOf = Callable[[Job, Target], Speed]
 # What stays free: the planner's own error, and what a desktop takes in the middle of a run.
 MARGIN = 0.05
-ALTERNATIVES = 4
+ALTERNATIVES = 3
 MOST_CALLS, MOST_SECONDS = 24, 16.0
 # A guess may be so far off before its kind was ever asked about, and after.
-TRUST_BEFORE, TRUST_AFTER = 1.3, 1.08
+TRUST_BEFORE, TRUST_AFTER = 1.5, 1.03
 # An alternative that uses more ways than a faster one must hold so much less to be worth telling.
 WORTH_TELLING = 0.85
 
@@ -47,10 +48,13 @@ class Asked:
     memory: MemoryOf
     target: Target
     margin: float
+    speed_of: SpeedOf = speed
     calls: int = 0
     started: float = field(default_factory=time.monotonic)
     _answers: dict[Any, Memory] = field(default_factory=dict)
-    _ratios: dict[Any, float] = field(default_factory=dict)
+    # What was told over what was guessed, of the bytes that stay and of those that pass, by what decides them.
+    _staying: dict[Any, float] = field(default_factory=dict)
+    _passing: dict[Any, float] = field(default_factory=dict)
 
     @property
     def limit_bytes(self) -> float:
@@ -69,29 +73,44 @@ class Asked:
         if key not in self._answers:
             self._answers[key] = self.memory(asked)
             self.calls += 1
-            over = self._answers[key].needed_bytes - kept_bytes(job)
-            self._ratios[_kind(job)] = max(0.1, over / max(1, passing_bytes(job)))
+            self._learn(job, self._answers[key])
         memory = self._answers[key]
         return Candidate(
             job=job,
             memory=memory,
-            speed=speed(job, self.target),
+            speed=self.speed_of(job, self.target),
             fits=memory.needed_bytes <= self.limit_bytes,
             margin_bytes=self.target.capacity_bytes - memory.needed_bytes,
         )
 
+    def _learn(self, job: Job, memory: Memory) -> None:
+        told = sum(memory.breakdown.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+        staying = told or kept_bytes(job)
+        self._staying[_state(job)] = staying / kept_bytes(job)
+        self._passing[_kind(job)] = max(0.1, (memory.needed_bytes - staying) / passing_bytes(job))
+
     def guess(self, job: Job) -> tuple[float, float]:
         """Bytes that a job needs, and the factor by which that may be too much."""
-        own = self._ratios.get(_kind(job))
-        others = sorted(self._ratios.values())
-        ratio = own if own is not None else others[len(others) // 2] if others else 1.0
-        trust = TRUST_AFTER if own is not None else TRUST_BEFORE
-        return kept_bytes(job) + ratio * passing_bytes(job), trust
+        asked = _kind(job) in self._passing and _state(job) in self._staying
+        staying = self._staying.get(_state(job), _median(self._staying))
+        passing = self._passing.get(_kind(job), _median(self._passing))
+        trust = TRUST_AFTER if asked else TRUST_BEFORE
+        return staying * kept_bytes(job) + passing * passing_bytes(job), trust
+
+
+def _median(ratios: dict[Any, float]) -> float:
+    order = sorted(ratios.values())
+    return order[len(order) // 2] if order else 1.0
 
 
 def _key(job: Job) -> tuple[Any, ...]:
     sizes = (job.batch_size, job.gradient_accumulation_steps, job.max_length)
     return (shape_of(job.model), *sizes, job.precision, job.optimizer_states, ways(job))
+
+
+def _state(job: Job) -> tuple[Any, ...]:
+    """Jobs whose staying bytes a guess is wrong about in the same way."""
+    return job.precision, job.optimizer_states, job.optimizer_in_backward
 
 
 def _kind(job: Job) -> tuple[Any, ...]:
@@ -108,15 +127,17 @@ def best(
     margin: float = MARGIN,
     fixed: frozenset[str] = frozenset(),
     clipping: bool = True,
+    speed_of: SpeedOf = speed,
 ) -> list[Candidate]:
     """The fastest settings that fit, then really different ones; where nothing fits, the nearest, which do not.
 
     `job` says what is learned and how; of its settings those named in `fixed` stay, and its rows are split into
-    micro-batches anew. `margin`: share of the capacity that stays free. `clipping`: gradients are clipped.
+    micro-batches anew. `margin`: share of the capacity that stays free. `clipping`: gradients are clipped. `speed_of`
+    may know more of the rows (see `speed`).
     """
-    asked = Asked(memory, target, margin)
+    asked = Asked(memory, target, margin, speed_of)
     jobs = list(all_of(job, target, rows_per_update=rows_per_update, fixed=fixed, clipping=clipping))
-    seconds = {id(one): speed(one, target).seconds_per_update for one in jobs}
+    seconds = {id(one): speed_of(one, target).seconds_per_update for one in jobs}
     # An update of a fixed split may have other rows than another: compared is the time of a row.
     jobs.sort(key=lambda one: preference(one, seconds[id(one)]) / (one.batch_size * one.gradient_accumulation_steps))
     accepted = _fitting(jobs, asked)
@@ -142,9 +163,6 @@ def _fitting(jobs: list[Job], asked: Asked) -> list[Candidate]:
     return accepted
 
 
-_ORDER = {name: {value: rank for rank, value in enumerate(values)} for name, values in WAYS.items()}
-
-
 def _holds_as_much(job: Job, other: Job) -> bool:
     """Whether a job surely holds as much as another: no smaller micro-batch, and no way that the other lacks."""
     more_steps = job.gradient_accumulation_steps > 1 or other.gradient_accumulation_steps == 1
@@ -152,11 +170,11 @@ def _holds_as_much(job: Job, other: Job) -> bool:
 
 
 def _tells_nothing(job: Job, needed: float, other: Candidate) -> bool:
-    """Whether a job beside a faster one is no alternative: the same ways, or more of them for little less memory."""
+    """Whether a job beside a faster one is no alternative: the same ways, or not fewer for little less memory."""
     if ways(job) == ways(other.job):
         return True
-    more = ways(job) > ways(other.job) or approximate(job) >= approximate(other.job)
-    return more and needed > WORTH_TELLING * other.memory.needed_bytes
+    simpler = len(ways(job)) < len(ways(other.job)) or approximate(job) < approximate(other.job)
+    return not simpler and needed > WORTH_TELLING * other.memory.needed_bytes
 
 
 def _nearest(jobs: list[Job], asked: Asked) -> list[Candidate]:

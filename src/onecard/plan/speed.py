@@ -58,8 +58,12 @@ class Energy:
     cost: float | None
 
 
-def speed(job: Job, target: Target) -> Speed:
-    """Predicted time of an update of `job` on `target`, by cause. ConfigError for a format that the machine lacks."""
+def speed(job: Job, target: Target, *, learned_share: float = 1.0, document_tokens: float | None = None) -> Speed:
+    """Predicted time of an update of `job` on `target`, by cause. ConfigError for a format that the machine lacks.
+
+    Of rows that are known: the share of tokens with a label (others get no logits), and the mean length of the
+    documents in them, weighted by length (None: a document fills a row).
+    """
     from onecard.plan.job import Speed
     from onecard.plan.shape import shape_of
 
@@ -69,7 +73,8 @@ def speed(job: Job, target: Target) -> Speed:
             f"precision = {job.precision} cannot be had on {target.name}.",
             f"It has {', '.join(sorted(target.flops_per_second))}.",
         )
-    parts = seconds_of(costs_of(replace(job, device=target.device), shape_of(job.model)), target)
+    here, shape = replace(job, device=target.device), shape_of(job.model)
+    parts = seconds_of(costs_of(here, shape, learned_share=learned_share, document_tokens=document_tokens), target)
     seconds = sum(parts.values())
     return Speed(
         seconds_per_update=seconds,
@@ -98,8 +103,10 @@ def seconds_of(costs: Costs, target: Target) -> dict[str, float]:
     parts["launches"] = max(0.0, launching - computing) if device == "cuda" else launching
     bus = target.host_bytes_per_second
     if bus is not None:
-        # What lies on the host goes out in the forward and comes back in the backward pass, beside them.
-        parts["transfers"] = costs.host_bytes / bus + max(0.0, costs.hidden_bytes / bus - computing)
+        # What lies on the host goes out beside the forward pass and comes back beside the backward, twice as long.
+        way = costs.hidden_bytes / 2 / bus
+        seen = max(0.0, way - computing / 3) + max(0.0, way - computing * 2 / 3)
+        parts["transfers"] = costs.host_bytes / bus + seen
     return parts
 
 
