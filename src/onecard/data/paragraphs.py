@@ -33,7 +33,10 @@ def without_repeated(config: CleanConfig, folder: Path, tally: Tally, workers: W
     made = folder / "paragraphs"
     made.mkdir(exist_ok=True)
     numbers = range(tally.shards)
-    lengths = [np.array(found) for found in workers.map(hash_shard, ((folder, made, number) for number in numbers))]
+    lengths = [
+        np.array(found, dtype=np.int64)
+        for found in workers.map(hash_shard, ((folder, made, number) for number in numbers))
+    ]
     dropped = _repeated(made, lengths)
     _as_their_first(folder, tally.shards, lengths, dropped)
     ends = np.cumsum([int(counts.sum()) for counts in lengths])
