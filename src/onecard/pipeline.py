@@ -431,7 +431,7 @@ def _only_empty_folders(sources: list[Source]) -> bool:
 
 
 def _check_names(path: Path, recipe: dict[str, Any]) -> None:
-    known = [stage.name for stage in STAGES] + [ASK, "output"]
+    known = [stage.name for stage in STAGES] + [ASK, "output", "plan"]  # what `onecard plan` is told is no stage
     for name, value in recipe.items():
         if name not in known:
             hint = nearest(name, known).strip() or f"Stages: {', '.join(known)}."

@@ -37,6 +37,7 @@ PRELOAD = [
     __name__,
 ]
 SIZE = "tiny"
+MIB = 1 << 20
 
 
 class Stop(NamedTuple):
@@ -56,12 +57,20 @@ def add_tiny_size() -> None:
 
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
-    """Make runs of this process start at once: the size `tiny`, no figures, no products measured."""
+    """Make runs of this process start at once: the size `tiny`, no figures, no products measured, no forecast."""
     from onecard.model import presets
 
     patch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, layers=2, width=32, heads=2, key_value_heads=1))
     patch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
     patch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+    patch.setattr("onecard.train.foresight.forecast", lambda: foretold)
+
+
+def foretold(_: Any) -> Any:
+    """What a run of the tiny size is said to hold, without looking."""
+    from onecard.plan.job import Memory
+
+    return Memory(MIB, MIB, 0, {"parameters": MIB})
 
 
 def tiny_pretrain(folder: Path, tokenizer: Path, output: Path, **changes: Any) -> PretrainConfig:
@@ -178,7 +187,7 @@ def _arm(stop: Stop) -> None:
 
 def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str, misfortune: Misfortune | None) -> None:
     from onecard import cli, config, report
-    from onecard.train import finetune, precision, pretrain, session
+    from onecard.train import finetune, foresight, precision, pretrain, session
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -186,6 +195,7 @@ def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str, 
     add_tiny_size()
     report.Page.figure = lambda *_, **__: None  # type: ignore[method-assign]  # drawing is half of the time
     precision.matrix_rate = lambda *_: 1e9
+    foresight.forecast = lambda: foretold
     if stop is not None:
         _arm(stop)
     if stop is not None or misfortune is not None:

@@ -23,7 +23,7 @@ from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.classifier import encode_texts, head_names, load_classifier
 from onecard.model.load import tokenizer_file, vocabulary_rows
-from onecard.train.base import Base, add_adapters
+from onecard.train.base import Base
 from onecard.train.class_report import examine
 from onecard.train.classification import Classify
 from onecard.train.directory import RunDirectory
@@ -65,9 +65,7 @@ def prepare(config: ClassifyConfig) -> Task:
         model = load_classifier(base.directory, labels, several=config.several_labels)
         model.config.pad_token_id = base.tokenizer.pad_token_id
         model.config.class_tokens = config.row_tokens
-        if config.lora_rank:
-            add_adapters(config, model, head_names(model))
-        return model.train()
+        return base.adapted(model, config, precision, head_names(model)).train()
 
     return Task(
         verb="classify",
@@ -75,6 +73,7 @@ def prepare(config: ClassifyConfig) -> Task:
         run=run,
         precision=precision,
         tokenizer=base.tokenizer,
+        architecture=base.architecture,
         build_model=build,
         rows=rows,
         held_out=held_out,
@@ -87,7 +86,9 @@ def prepare(config: ClassifyConfig) -> Task:
         parents=[base.source, *files],
         sample_prompts=[],
         facts={"rows": found, "labels": labels},
-        complete=base.completion(config, run, head_names),
+        complete=base.completion(
+            config, run, head_names, lambda path: load_classifier(path, labels, several=config.several_labels)
+        ),
         examine=lambda model: examine(
             model, base.tokenizer, stores["held_out"], labels, run.path, several=config.several_labels
         ),

@@ -22,7 +22,8 @@ from onecard.plan.targets import target
 from onecard.settings import build, read_toml, relative_to
 from onecard.train import foresight, plan_report, relief
 from onecard.train.planned import MemoryOf, Planned, document, planned
-from onecard.train.subjects import Recipe, Subject, of_model, of_recipe
+from onecard.train.recipe_subjects import Recipe, of_recipe
+from onecard.train.subjects import Subject, of_model
 
 QUESTIONS = ("largest", "longest_context", "compute_optimal")
 

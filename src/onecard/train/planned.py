@@ -6,7 +6,7 @@ In: a `Subject`, a `Target`, and the functions that predict memory. Out: a `Plan
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onecard.plan.candidates import Candidate
@@ -83,8 +83,23 @@ class Planned:
         return max(moments, key=lambda moment: moment.total_bytes).place if moments else ""
 
 
+def remembered(memory: MemoryOf) -> MemoryOf:
+    """The same, asked once for each job; more micro-batches than two hold what two hold."""
+    answers: dict[tuple[int, Job], Memory] = {}
+
+    def of(job: Job) -> Memory:
+        fewest = min(2, job.gradient_accumulation_steps)
+        key = id(job.model), replace(job, model=None, gradient_accumulation_steps=fewest)
+        if key not in answers:
+            answers[key] = memory(job)
+        return answers[key]
+
+    return of
+
+
 def planned(subject: Subject, target: Target, memory: MemoryOf, *, explain: bool = False) -> Planned:
     """Choose the settings of a subject on a target; `explain`: also what each measure would save of it."""
+    memory = remembered(memory)
     asked = Asked(memory, target, MARGIN)
     usual = asked.of(subject.job) if subject.usual_first else None
     found = best(
