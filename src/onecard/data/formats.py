@@ -59,8 +59,9 @@ def _read_opened(file: str, kind: str | None, open_bytes: OpenBytes, encoding_na
         return
     try:
         if kind in _WEB_PAGES and encoding_name == "auto":
-            encoding_name = stated_encoding(open_bytes)
-        text_format = encoding.inspect(open_bytes, encoding_name)
+            text_format = _page_format(open_bytes)
+        else:
+            text_format = encoding.inspect(open_bytes, encoding_name)
     except encoding.NotText as fault:
         yield Rejection(fault.reason, file, 0, "")
         return
@@ -88,6 +89,21 @@ def _read_text_format(
             return _read_yaml(file, lines)
         case _:
             return _in_parts(iter([Row({"text": html_text(lines())}, file, 1)]), split)
+
+
+def _page_format(open_bytes: OpenBytes) -> TextFormat:
+    """UTF-8 is known by itself; of anything else a page tells more than its bytes, if they bear it out."""
+    stated = stated_encoding(open_bytes)
+    try:
+        found = encoding.inspect(open_bytes)
+    except encoding.NotText:
+        if stated == "auto":
+            raise
+        return encoding.inspect(open_bytes, stated)
+    if stated == "auto" or found.encoding.startswith("utf"):
+        return found
+    said = encoding.inspect(open_bytes, stated)
+    return found if said.damaged_places else said
 
 
 def _damage() -> tuple[type[BaseException], ...]:

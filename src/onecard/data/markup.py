@@ -36,6 +36,12 @@ _STATED = re.compile(rb"""charset\s*=\s*["']?\s*([A-Za-z0-9_.:-]{2,30})""", re.I
 _HEAD_BYTES = 4096
 # Servers write these of whatever they have.
 _SAID_OF_ANYTHING = ("latin-1", "iso8859-1", "cp1252", "ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be")
+# While a page is gathered: ends of blocks, and spaces that stay as they are.
+_PARAGRAPH, _LINE, _BREAK = "\x01\x02\x03"
+_BREAKS = re.compile("[ \t\n]*[\x01-\x03][ \t\n\x01-\x03]*")
+_EXACT = str.maketrans(" \t", "\x04\x05")
+_AS_IT_WAS = str.maketrans("\x04\x05", " \t")
+_CONTROLS = re.compile("[\0-\x08]")
 _SPACES = re.compile(r"[ \t\r\n\f\v]+")
 _LONGEST_MEMBER_BYTES = 64 << 20
 
@@ -59,7 +65,7 @@ class _Page(html.parser.HTMLParser):
         if (tag in _UNSEEN or hidden) and tag not in _VOID and tag not in ("html", "body"):
             self._unseen.append(tag)
             return
-        self._break(tag)
+        self._break(tag, opens=True)
         self._exact += tag == "pre"
 
     def handle_endtag(self, tag: str) -> None:
@@ -69,31 +75,37 @@ class _Page(html.parser.HTMLParser):
                 del self._unseen[len(self._unseen) - 1 - self._unseen[::-1].index(tag) :]
             return
         self._exact -= tag == "pre" and self._exact > 0
-        self._break(tag)
+        self._break(tag, opens=False)
 
     def handle_data(self, data: str) -> None:
         if not self._unseen:
-            self._parts.append(data if self._exact else _SPACES.sub(" ", data))
+            self._parts.append(data.translate(_EXACT) if self._exact else _SPACES.sub(" ", data))
 
-    def _break(self, tag: str) -> None:
+    def _break(self, tag: str, *, opens: bool) -> None:
         if tag in _PARAGRAPHS:
-            self._parts.append("\n\n")
+            self._parts.append(_PARAGRAPH)
+        elif tag == "br":
+            self._parts.append(_BREAK)
         elif tag in _LINES:
-            self._parts.append("\n")
-        elif tag in _CELLS:
+            self._parts.append(_LINE)
+        elif tag in _CELLS and opens:
             self._parts.append("\t")
 
     def text(self) -> str:
         """What was gathered, without the spaces that only the markup had."""
-        text = re.sub(r" ?\n[ \n]*\n ?", "\n\n", re.sub(r"[ \t]*\n[ \t]*(?=\n)", "\n", "".join(self._parts)))
-        return re.sub(r"(?m)^\t+|[ \t]+$", "", text).strip("\n ")
+        text = _BREAKS.sub(_line_ends, "".join(self._parts))
+        return text.strip(" \t\n").translate(_AS_IT_WAS).strip("\n")
+
+
+def _line_ends(found: re.Match[str]) -> str:
+    return "\n\n" if _PARAGRAPH in found[0] or found[0].count(_BREAK) > 1 else "\n"
 
 
 def html_text(pieces: Iterable[str]) -> str:
     """The visible text of a page: a line for each block, a blank line between paragraphs, tabs between cells."""
     page = _Page()
     for piece in pieces:
-        page.feed(piece.replace(DAMAGED, "\ufffd").replace("\0", ""))
+        page.feed(_CONTROLS.sub("", piece.replace(DAMAGED, "\ufffd")))
     page.close()
     return page.text()
 
