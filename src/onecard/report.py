@@ -32,7 +32,7 @@ h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .25rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .6rem; padding-top: 1rem; border-top: 1px solid var(--line); }
 .lead, .caption { color: var(--soft); }
 .caption { font-size: .9rem; margin: .3rem 0 1rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1.5rem 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1.5rem 0; }
 .fact { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem; }
 .fact b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .fact span { color: var(--soft); font-size: .85rem; }

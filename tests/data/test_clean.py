@@ -109,7 +109,7 @@ def test_report_arithmetic_and_reasons(tmp_path: Path) -> None:
     assert manifest.kind == "corpus"
     assert sorted(manifest.files) == ["documents-00000.parquet", "rejected-00000.jsonl", "report.json"]
     page = (tmp_path / "corpus/report.html").read_text(encoding="utf-8")
-    assert "near_duplicate, the first of 1:" in page
+    assert "near_duplicate, 1:" in page
     assert SECOND in page
 
 

@@ -73,8 +73,8 @@ def page(
             "text": format_bytes(result["bytes"]),
         }
     )
-    _sources_and_languages(made, result)
-    made.heading("Lengths")
+    _sources(made, result)
+    _languages(made, result)
     made.figure(
         lambda axes: _draw_lengths(axes, lengths_characters),
         "Characters in a kept document (logarithmic), by language.",
@@ -88,13 +88,17 @@ def page(
     return made
 
 
-def _sources_and_languages(made: report.Page, result: Mapping[str, Any]) -> None:
-    made.heading("Sources and languages")
+def _sources(made: report.Page, result: Mapping[str, Any]) -> None:
+    made.heading("Sources")
     columns = ("read", "kept", "rejected", "held_out", "characters", "bytes")
     made.table(
         ["source", *(name.replace("_", " ") for name in columns)],
         [[label, *(counts[name] for name in columns)] for label, counts in result["by_source"].items()],
     )
+
+
+def _languages(made: report.Page, result: Mapping[str, Any]) -> None:
+    made.heading("Languages and lengths")
     made.table(
         ["language", "kept", "held out", "characters", "bytes"],
         [
@@ -124,30 +128,24 @@ def _set_aside(
         ],
     )
     for reason in reasons:
-        rows = [
-            [_place(row), row["detail"], excerpts.visible(excerpts.shortened(row["text"]))]
-            for row in examples.get(reason, ())
-        ]
+        rows = examples.get(reason, ())
         if rows:
-            made.paragraph(f"{reason}, the first of {reasons[reason]:,}:")
-            made.table(["where", "detail", "text"], rows)
+            made.paragraph(f"{reason}, {'the first of ' if reasons[reason] > len(rows) else ''}{reasons[reason]:,}:")
+        for row in rows:
+            text = excerpts.visible(excerpts.shortened(row["text"])) or "(no text)"
+            made.sample(text, caption=" · ".join(part for part in (_place(row), row["detail"]) if part))
 
 
 def _duplicates(made: report.Page, clusters: Sequence[Cluster]) -> None:
     made.heading("The most repeated documents")
-    made.paragraph("Of each one is kept; the others were set aside as its duplicates.")
-    made.table(
-        ["kept document", "repeated", "by, such as (similarity)", "text"],
-        [
-            [
-                cluster.id,
-                cluster.repeated_by,
-                ", ".join(f"{name} ({similarity:.2f})" for name, similarity in cluster.some),
-                excerpts.visible(excerpts.shortened(cluster.text)),
-            ]
-            for cluster in clusters
-        ],
-    )
+    made.paragraph("Of each one is kept; the others were set aside, here with their similarity (1: equal).")
+    for cluster in clusters:
+        some = ", ".join(f"{name} ({similarity:.2f})" for name, similarity in cluster.some)
+        more = ", ..." if cluster.repeated_by > len(cluster.some) else ""
+        times = "once" if cluster.repeated_by == 1 else f"{cluster.repeated_by:,} times"
+        made.sample(
+            excerpts.visible(excerpts.shortened(cluster.text)), caption=f"{cluster.id} · repeated {times}: {some}{more}"
+        )
 
 
 def _changes(made: report.Page, result: Mapping[str, Any], changes: Sequence[Change]) -> None:
