@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import random
 
-from onecard.tokenizer.mining import LEAST_COUNT, mine
+from onecard.tokenizer.mining import LEAST_COUNT, LEAST_INFORMATION, mine
 
-OTHERS = [chr(0x5000 + index) for index in range(400)]
+OTHERS = [chr(0x5000 + index) for index in range(1200)]
 
 
 def text_with(term: str, times: int, seed: int = 0) -> str:
     """A term between random characters, so that what stands beside it varies."""
     draw = random.Random(seed)
-    return "".join("".join(draw.choices(OTHERS, k=20)) + term for _ in range(times))
+    return "".join("".join(draw.choices(OTHERS, k=60)) + term for _ in range(times))
 
 
 def test_a_frequent_term_is_found_whole_and_its_parts_are_not() -> None:
@@ -63,6 +63,6 @@ def test_the_most_useful_come_first_and_no_more_than_asked() -> None:
 
 
 def test_the_information_of_a_term() -> None:
-    """By hand: ab stands 50 times in 1,100 characters, a and b nowhere else: log(50 x 1100 / (50 x 50)) > 3."""
-    assert math.log(50 * 1100 / 2500) > 3
+    """By hand: ab stands 50 times in 3,100 characters, a and b nowhere else: log(50 x 3100 / (50 x 50)) = 4.13."""
+    assert LEAST_INFORMATION < math.log(50 * 3100 / 2500) < 4.2
     assert [term.text for term in mine([text_with("甲乙", 50)], most=3)] == ["甲乙"]

@@ -32,6 +32,15 @@ LAST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
+class Terms:
+    """The terms of a tokenizer, and the tokens that the text counted in takes without and with them."""
+
+    rows: list[TermRow]
+    tokens_without: int
+    tokens_with: int
+
+
+@dataclass(frozen=True)
 class TermRow:
     """A term in the report: how it was split without terms and is now; `entries` it needs; tokens it saves there."""
 
@@ -59,12 +68,20 @@ def candidates(file: Path | None, mined: int, sample: Sample, longest: int) -> l
     return terms + [replace(term, count=counts[term.text]) for term in found if term.text not in names]
 
 
-def paying(base: Tokenizer, terms: Sequence[Term], sample: Sample, most: int) -> list[Term]:
-    """All terms of the file, and up to `most` mined ones that save more an entry than the last entries of `base` do."""
+def uses(tokenizer: Tokenizer, sample: Sample) -> Counter[int]:
+    """How often the text counted in uses each entry."""
     used: Counter[int] = Counter()
     for texts in batches(sample.first(COUNTED_CHARACTERS)):
-        for encoding in base.encode_batch_fast(texts, add_special_tokens=False):
+        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             used.update(encoding.ids)
+    return used
+
+
+def paying(base: Tokenizer, used: Counter[int], terms: Sequence[Term], most: int) -> list[Term]:
+    """All terms of the file, and up to `most` mined ones that save more an entry than the last entries of `base` do.
+
+    `used` are the `uses` of `base`.
+    """
     learned = range(len(FIXED_TOKENS) + BYTES, base.get_vocab_size())
     last = learned[-max(1, int(LAST_SHARE * len(learned))) :]
     worth = sum(used[index] for index in last) / max(len(last), 1)
@@ -79,16 +96,9 @@ def paying(base: Tokenizer, terms: Sequence[Term], sample: Sample, most: int) ->
 
 
 def rows(
-    base: Tokenizer, made: Tokenizer, terms: Sequence[Term], sample: Sample, left_out: dict[str, str]
+    base: Tokenizer, made: Tokenizer, used: Counter[int], terms: Sequence[Term], left_out: dict[str, str]
 ) -> list[TermRow]:
-    """The table of terms: those that save most first."""
-    finder = Finder(term.text for term in terms)
-    counts: Counter[str] = Counter()
-    used: Counter[int] = Counter()
-    for texts in batches(sample.first(COUNTED_CHARACTERS)):
-        counts.update(finder.count(texts))
-        for encoding in made.encode_batch_fast(texts, add_special_tokens=False):
-            used.update(encoding.ids)
+    """The table of terms, those that save most first; `used` are the `uses` of the tokenizer that was made."""
     known = base.get_vocab()
     ranks = {(left, right): rank for rank, (left, right) in enumerate(json.loads(made.to_str())["model"]["merges"])}
     found = []
@@ -101,12 +111,12 @@ def rows(
             TermRow(
                 term.text,
                 term.origin,
-                counts[term.text],
+                term.count,
                 before,
                 after,
                 len(steps),
-                counts[term.text] * (len(before) - len(after)),
-                min(1.0, ones / counts[term.text]) if counts[term.text] else None,
+                term.count * (len(before) - len(after)),
+                min(1.0, ones / term.count) if term.count else None,
                 left_out.get(term.text, ""),
             )
         )
@@ -130,19 +140,24 @@ def _steps(text: str, ranks: dict[Merge, int]) -> set[str]:
     return found
 
 
-def as_json(found: Sequence[TermRow]) -> list[dict[str, Any]]:
+def as_json(found: Terms) -> dict[str, Any]:
     """The table for onecard.json."""
-    return [
-        {
-            "term": row.text,
-            "origin": row.origin,
-            "count": row.count,
-            "tokens_before": len(row.before),
-            "tokens": len(row.after),
-            "entries": row.entries,
-            "saved_tokens": row.saved_tokens,
-            "whole_share": None if row.whole_share is None else round(row.whole_share, 4),
-            **({"left_out": row.left_out} if row.left_out else {}),
-        }
-        for row in found
-    ]
+    return {
+        "tokens_without_terms": found.tokens_without,
+        "tokens_with_terms": found.tokens_with,
+        "terms": [_row_as_json(row) for row in found.rows],
+    }
+
+
+def _row_as_json(row: TermRow) -> dict[str, Any]:
+    return {
+        "term": row.text,
+        "origin": row.origin,
+        "count": row.count,
+        "tokens_before": len(row.before),
+        "tokens": len(row.after),
+        "entries": row.entries,
+        "saved_tokens": row.saved_tokens,
+        "whole_share": None if row.whole_share is None else round(row.whole_share, 4),
+        **({"left_out": row.left_out} if row.left_out else {}),
+    }

@@ -27,8 +27,8 @@ SHORTEST, LONGEST = 2, 8
 LEAST_COUNT = 10
 # Natural logarithms. A pair of characters that meet by chance has an information of 0; a place where one follower is
 # as good as certain has an entropy near 0.
-LEAST_INFORMATION = 3.0
-LEAST_ENTROPY = 1.0
+LEAST_INFORMATION = 4.0
+LEAST_ENTROPY = 1.2
 # Function words begin and end frequent strings that are no terms.
 _EDGES = frozenset(
     "的了是在和与及或也就都而但这那有不我你他她它们为以对于被把从到个一中上下等其之所者吗呢吧啊请您会能可要"

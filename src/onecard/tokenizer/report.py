@@ -7,7 +7,7 @@ documents, and a note says so. It does not know how the tokenizer came to be, no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from onecard import console
 from onecard.data.corpus import Document, read_documents
 from onecard.report import Page
 from onecard.tokenizer.chunks import chunks
-from onecard.tokenizer.domain import TermRow
+from onecard.tokenizer.domain import Terms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -181,7 +181,7 @@ def write(
     tokenizer: PreTrainedTokenizerFast,
     found: Measurement,
     result: Mapping[str, Any],
-    terms: Sequence[TermRow] = (),
+    terms: Terms | None = None,
 ) -> None:
     """Write report.html of a tokenizer that was trained."""
     page = Page(
@@ -207,7 +207,7 @@ def write(
     )
     if len(found.by_source) > 1:
         counts_table(page, "source", found.by_source)
-    if terms:
+    if terms is not None:
         _terms_table(page, terms)
     page.heading("How text is split")
     page.paragraph("Each mark is one token; a raised number says that a piece takes more than one.")
@@ -240,14 +240,18 @@ def longest_table(page: Page, found: Measurement) -> None:
     )
 
 
-def _terms_table(page: Page, terms: Sequence[TermRow]) -> None:
+def _terms_table(page: Page, terms: Terms) -> None:
     page.heading("Terms")
-    placed = [row for row in terms if not row.left_out]
+    placed = [row for row in terms.rows if not row.left_out]
     entries, saved = sum(row.entries for row in placed), sum(row.saved_tokens for row in placed)
     page.paragraph(
         f"{len(placed):,} terms are one token each. They need {entries:,} entries (those that several share are "
-        f"counted for each) and save {saved:,} tokens where they occur. An entry saves a token each time it is used: "
-        "a term pays if it is used more often than the entries it displaced, the least used of the vocabulary."
+        f"counted for each) and save {saved:,} tokens where they occur. The text counted in takes "
+        f"{terms.tokens_with:,} tokens; a tokenizer of the same size without terms takes {terms.tokens_without:,}."
+    )
+    page.paragraph(
+        "An entry saves a token each time it is used: a term pays if it is used more often than the entries it "
+        "displaced, the least used of the vocabulary."
     )
     page.table(
         ["term", "from", "occurs", "without", "now", "new entries", "saves tokens", "one token where it occurs"],
@@ -262,14 +266,14 @@ def _terms_table(page: Page, terms: Sequence[TermRow]) -> None:
                 row.saved_tokens,
                 row.left_out or ("–" if row.whole_share is None else _percent(row.whole_share)),
             ]
-            for row in terms[:TERMS_SHOWN]
+            for row in terms.rows[:TERMS_SHOWN]
         ],
         "Occurrences are those in the first 4,000,000 characters that were learned from; a term inside a longer one is "
         "counted with the longer. � is part of a character.",
     )
 
 
-def show(result: Mapping[str, Any], output: Path, terms: Sequence[TermRow] = ()) -> None:
+def show(result: Mapping[str, Any], output: Path, terms: Terms | None = None) -> None:
     """Print the result for a person."""
     for text in result["notes"]:
         console.note(text)
@@ -278,10 +282,11 @@ def show(result: Mapping[str, Any], output: Path, terms: Sequence[TermRow] = ())
         ["entries", *(f"characters a token, {name}" for name in result["characters_per_token"]), "bytes a token"],
         [[result["vocabulary_size"], *result["characters_per_token"].values(), result["bytes_per_token"]]],
     )
-    placed = [row for row in terms if not row.left_out]
-    if placed:
+    placed = [row for row in terms.rows if not row.left_out] if terms is not None else []
+    if terms is not None and placed:
         console.table(
-            f"{len(placed):,} terms are one token each; they save {sum(row.saved_tokens for row in placed):,} tokens",
+            f"{len(placed):,} terms are one token each: {terms.tokens_with:,} tokens instead of "
+            f"{terms.tokens_without:,} for the same text",
             ["term", "occurs", "tokens without", "new entries", "saves tokens"],
             [[row.text, row.count, len(row.before), row.entries, row.saved_tokens] for row in placed[:TERMS_PRINTED]],
         )

@@ -61,14 +61,15 @@ def train(config: TokenizerTrainConfig) -> dict[str, Any]:
             f"Learned from {sample.share:.0%} of the text, taken evenly (maximum_characters "
             f"{config.maximum_characters:,}): more would need more memory and change little."
         )
-    model, term_rows = _learn(config, sample, split_rule)
+    model, terms = _learn(config, sample, split_rule)
     tokenizer = wrap(model)
     if len(tokenizer) < config.vocabulary_size:
         notes.append(
             f"{len(tokenizer):,} entries instead of {config.vocabulary_size:,}: in this corpus no further pair of "
             f"pieces is left to merge within {config.maximum_token_characters} characters. More text gives more."
         )
-    notes += [f"{row.text} is not one token: {row.left_out}." for row in term_rows if row.left_out]
+    left_out = [row for row in terms.rows if row.left_out] if terms is not None else []
+    notes += [f"{row.text} is not one token: {row.left_out}." for row in left_out]
     measured = report.measure(tokenizer, config.corpus)
     result: dict[str, Any] = {
         "vocabulary_size": len(tokenizer),
@@ -77,15 +78,15 @@ def train(config: TokenizerTrainConfig) -> dict[str, Any]:
         "documents": sample.documents,
         "characters": sample.characters,
         **measured.summary(),
-        **({"terms": domain.as_json(term_rows)} if term_rows else {}),
+        **({} if terms is None else domain.as_json(terms)),
         "notes": notes + measured.notes,
         "seconds": round(time.monotonic() - started, 2),
     }
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=inputs) as directory:
         save_tokenizer(tokenizer, directory)
-        report.write(directory / "report.html", tokenizer, measured, result, term_rows)
+        report.write(directory / "report.html", tokenizer, measured, result, terms)
         artifact.write_manifest(directory, "tokenizer", settings=config.plain(), parents=inputs, result=result)
-    report.show(result, config.output, term_rows)
+    report.show(result, config.output, terms)
     return result
 
 
@@ -112,23 +113,26 @@ def check(config: TokenizerTrainConfig) -> str:
     return config.pre_tokenizer
 
 
-def _learn(config: TokenizerTrainConfig, sample: Sample, split_rule: str) -> tuple[Tokenizer, list[domain.TermRow]]:
-    """The tokenizer, and the table of its terms (empty without any)."""
+def _learn(config: TokenizerTrainConfig, sample: Sample, split_rule: str) -> tuple[Tokenizer, domain.Terms | None]:
+    """The tokenizer, and its terms if there are any."""
     shape = {
         "vocabulary_size": config.vocabulary_size,
         "pre_tokenizer": split_rule,
         "maximum_token_characters": config.maximum_token_characters,
     }
     if config.kind == "unigram":
-        return train_unigram(sample, **shape), []  # type: ignore[arg-type]
+        return train_unigram(sample, **shape), None  # type: ignore[arg-type]
     base = train_model(sample, **shape)  # type: ignore[arg-type]
     if config.terms is None and not config.mine_terms:
-        return base, []
+        return base, None
     found = domain.candidates(config.terms, config.mine_terms, sample, config.maximum_token_characters)
-    terms = domain.paying(base, found, sample, config.mine_terms)
-    console.note(f"  {len(terms):,} terms become one token each; training again around them")
+    used_without = domain.uses(base, sample)
+    terms = domain.paying(base, used_without, found, config.mine_terms)
+    console.note(f"  training again around {len(terms):,} terms that become one token each")
     made, left_out = train_with_terms(sample, terms, **shape)  # type: ignore[arg-type]
-    return made, domain.rows(base, made, terms, sample, left_out)
+    used = domain.uses(made, sample)
+    rows = domain.rows(base, made, used, terms, left_out)
+    return made, domain.Terms(rows, used_without.total(), used.total())
 
 
 def splitter(pre_tokenizer: str, cut: int | None = None) -> Any:
