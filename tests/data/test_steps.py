@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,15 +157,15 @@ def test_conversion_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         steps(chinese="simplified")
 
 
-@pytest.mark.skipif(
-    "opencc" not in sys.modules and not __import__("importlib.util").util.find_spec("opencc"), reason="needs opencc"
-)
 def test_simplified_and_traditional() -> None:
+    pytest.importorskip("opencc")
     traditional = "話說天下大勢，分久必合，合久必分。周末七國分爭，并入於秦。"
     outcome = steps(chinese="simplified").apply(traditional)
     assert outcome.text == "话说天下大势，分久必合，合久必分。周末七国分争，并入于秦。"
     assert (outcome.language, outcome.changes) == ("zh", {"chinese": 1})
-    assert steps(chinese="traditional").apply("电脑里的头发发现了皇后和后面").language == "zh-Hant"
+    other = steps(chinese="traditional").apply("她的头发很长，皇后在后面发现了这件干净的衣服，很高兴。")
+    assert other.text == "她的頭髮很長，皇后在後面發現了這件乾淨的衣服，很高興。"
+    assert other.language == "zh-Hant"
     english = "The word 道 means way in Chinese philosophy."
     assert steps(chinese="simplified").apply(english).text == english
 
