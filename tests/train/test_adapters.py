@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tiny_runs import Stop, lines, run, weights
+from torch._dynamo.testing import CompileCounter
 
 from onecard.config import FinetuneConfig
 from onecard.data.batches import RowOrder
@@ -21,7 +22,7 @@ from onecard.errors import ConfigError
 from onecard.model import attention, lora
 from onecard.model.load import load_model
 from onecard.settings import build
-from onecard.train import optimizers, session
+from onecard.train import compilation, optimizers, session
 from onecard.train.activations import Activations
 from onecard.train.finetune import finetune
 from onecard.train.loop import Loop, LoopSettings
@@ -173,6 +174,34 @@ def test_checkpointing_with_an_evaluation_between_trains_every_adapter(
     assert gradients[0].keys() == gradients[1].keys()
     for n, value in gradients[1].items():
         torch.testing.assert_close(value, gradients[0][n], atol=1e-6, rtol=0)
+
+
+def test_beside_frozen_embeddings_all_layers_are_compiled_as_one(
+    tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The input of the first layer has no gradient of its own accord: that alone would make a second graph of it."""
+    plain = adapter_loop(tmp_path / "plain", tiny_model_directory, "none")
+    plain._gradients(plain.micro_batches(0))
+    torch._dynamo.reset()
+    counter, original = CompileCounter(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: original(self, backend=counter, dynamic=False))
+    monkeypatch.setattr(compilation.shutil, "which", lambda _: "/usr/bin/g++")
+    loop = adapter_loop(tmp_path / "compiled", tiny_model_directory, "none")
+    assert compilation.compile_layers(loop.model, "cpu")
+    loop._gradients(loop.micro_batches(0))
+    assert counter.frame_count == 1
+    before = dict(plain.model.named_parameters())
+    for name, parameter in loop.model.named_parameters():
+        if lora.is_adapter(name):
+            torch.testing.assert_close(parameter.grad, before[name].grad, atol=1e-6, rtol=0)
+        else:
+            assert parameter.grad is None
+    compilation.undo(loop.model)
+    assert not loop.model.get_input_embeddings()._forward_hooks
+    with torch.no_grad():
+        assert not loop.model.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.long)).requires_grad
+    for made in (plain, loop):
+        made.close()
 
 
 def test_adapters_over_16_bit_weights_stay_in_fp32(tiny_model_directory: Path) -> None:

@@ -1,9 +1,17 @@
-"""Recorded layers without a card: what is said, and that gradients have memory of their own."""
+"""Compiled layers: code that is kept between runs; on a card, gradients of recorded ones with memory of their own."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from tiny_runs import pretrain_settings, write_corpus
 from torch import nn
 
 from onecard.train import compilation
@@ -52,3 +60,45 @@ def test_gradients_of_recorded_layers_are_added_up_in_memory_that_stays(monkeypa
     made.zero_grad()
     begin_pass(made)
     assert len(marks) == 2 and layer.weight.grad is None
+
+
+# What `onecard pretrain` does in a process of its own, and what the compiler found in its cache then.
+_RUN = """
+import json, sys
+import tiny_runs
+from onecard import cli
+tiny_runs.add_tiny_size()
+status = cli.main(sys.argv[1:] + ["--quiet"])
+from torch._dynamo.utils import counters
+found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
+print(json.dumps(found | {"status": status}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler here")
+def test_compiled_code_is_kept_between_runs(tmp_path: Path, tiny_tokenizer_directory: Path) -> None:
+    write_corpus(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parent)}
+
+    def run(output: str) -> dict[str, int]:
+        settings = pretrain_settings(tmp_path, tiny_tokenizer_directory, output, max_steps=1, start="random")
+        words = [settings.pop("corpus")]
+        for name, value in (settings | {"compile": True}).items():
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        done = subprocess.run(
+            [sys.executable, "-c", _RUN, "pretrain", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        assert found["status"] == 0, done.stderr
+        return found
+
+    first, second = run("a"), run("b")
+    assert first["miss"] > 0
+    assert (second["miss"], second["hit"]) == (0, first["miss"] + first["hit"])
+    assert any((tmp_path / "cache" / "onecard" / "inductor").rglob("*.so"))

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -21,6 +22,8 @@ from onecard import console
 FAILURES = (TorchDynamoException,)
 # Set on a model whose layers are recorded as CUDA graphs.
 _RECORDED = "_onecard_recorded"
+# The hook through which gradients begin before the layers of a model whose embeddings are frozen.
+_BEGINS = "_onecard_begins"
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -43,8 +46,26 @@ def compile_layers(model: torch.nn.Module, device: str, *, cuda_graphs: bool = F
         return False
     for layer in decoder_layers(model):
         layer.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
+    _let_gradients_begin_before(model)
     setattr(model, _RECORDED, graphs)
     return True
+
+
+def _let_gradients_begin_before(model: torch.nn.Module) -> None:
+    """Beside frozen embeddings, give the first layer an input with a gradient, as all the others have.
+
+    It would be compiled for itself otherwise. The price is that gradient, of one layer among all, which nobody reads.
+    """
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    if embeddings is None or any(parameter.requires_grad for parameter in embeddings.parameters()):
+        return
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        handle = embeddings.register_forward_hook(_with_gradient)
+        setattr(model, _BEGINS, handle)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def undo(model: torch.nn.Module) -> None:
@@ -52,6 +73,10 @@ def undo(model: torch.nn.Module) -> None:
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None
     setattr(model, _RECORDED, False)
+    handle = getattr(model, _BEGINS, None)
+    if handle is not None:
+        handle.remove()
+        delattr(model, _BEGINS)
 
 
 def begin_pass(model: torch.nn.Module) -> None:
