@@ -77,6 +77,25 @@ def test_a_changed_setting_makes_again_what_depends_on_it_and_keeps_the_old(fold
     assert names(folder / "out" / "previous") == ["tokenizer-1", "tokenizer-2"]
 
 
+def test_of_what_changes_replaced_the_newest_two_are_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    walk(folder)
+    hashes = []
+    for size in (310, 320, 330):
+        hashes.append(artifact.read_manifest(folder / "out" / "tokenizer").content_hash)
+        states(folder, f"tokenizer.vocabulary_size={size}")
+    previous = folder / "out" / "previous"
+    assert names(previous) == ["tokenizer-2", "tokenizer-3"]
+    assert [artifact.verify(previous / f"tokenizer-{n}").content_hash for n in (2, 3)] == hashes[1:]
+    assert "removed" in capsys.readouterr().err
+    # What somebody put there is not onecard's to remove, and numbers go on.
+    (previous / "tokenizer-2").rename(previous / "keep")
+    (previous / "tokenizer-1").mkdir()
+    (previous / "tokenizer-1" / "notes.txt").write_text("mine")
+    for size in (340, 350):
+        states(folder, f"tokenizer.vocabulary_size={size}")
+    assert names(previous) == ["keep", "tokenizer-1", "tokenizer-4", "tokenizer-5"]
+
+
 def test_a_changed_stage_whose_result_is_the_same_leaves_the_next_alone(folder: Path) -> None:
     walk(folder)
     assert states(folder, "clean.minimum_characters=21") == ["done", "skipped"]

@@ -80,6 +80,7 @@ def test_it_is_unpacked_once_whatever_it_is_called(
     assert artifact.verify(place).kind == "model"
     assert artifact.verify(place).parents[0]["content_hash"] == artifact.hash_file(file)
     assert tokenizer_file(file) == place / "tokenizer.json"
+    assert len({path.stat().st_mode for path in place.iterdir()}) == 1
 
     def never(*_: Any) -> Path:
         raise AssertionError("unpacked again")

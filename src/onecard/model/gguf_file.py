@@ -132,3 +132,5 @@ def _convert(path: Path, directory: Path) -> None:
     )
     model.save_pretrained(str(directory))
     save_tokenizer(tokenizer, directory)
+    for file in directory.glob("*.safetensors"):  # written for the owner alone; the other files are for whom umask says
+        file.chmod((directory / "config.json").stat().st_mode)
