@@ -129,35 +129,42 @@ def _write_documents(path: Path, folder: Path, part: Part) -> None:
         writer = files.enter_context(pq.ParquetWriter(file, schema, compression="zstd"))
         for at, shard in enumerate(part.shards):
             if part.kept[at].any():
-                writer.write_table(_documents(folder, part, at, shard, schema))
+                columns = _documents(folder, part, at, shard)
+                writer.write_table(pa.Table.from_arrays([_strings(column) for column in columns], schema=schema))
 
 
-def _documents(folder: Path, part: Part, at: int, shard: int, schema: pa.Schema) -> pa.Table:
-    """The kept documents of one shard."""
+def _documents(folder: Path, part: Part, at: int, shard: int) -> list[list[bytes]]:
+    """The columns of the kept documents of one shard."""
     import numpy as np
-    import pyarrow as pa
 
     summary = summary_of(folder, shard)
     assert summary is not None
     ends, id_ends, languages = arrays_of(folder, shard, ["ends", "id_ends", "languages"])
-    kept = part.kept[at]
-    columns = {
-        "id": _strings(id_ends, shard_file(folder, shard, "ids").read_bytes()),
-        "text": _strings(ends, shard_file(folder, shard, "text").read_bytes()),
-        "source": pa.array([summary["name"]] * len(kept), pa.string()),
-        "language": pa.array(summary["languages"], pa.string()).take(pa.array(languages.astype(np.int32))),
-        "split": pa.array(["train", "held_out"], pa.string()).take(pa.array(part.held_out[at].astype(np.int32))),
-    }
-    return pa.table(columns, schema=schema).filter(pa.array(kept))
+    kept = np.flatnonzero(part.kept[at]).tolist()
+    names = [name.encode() for name in summary["languages"]]
+    held_out = part.held_out[at].tolist()
+    return [
+        _chosen(shard_file(folder, shard, "ids").read_bytes(), id_ends, kept),
+        _chosen(shard_file(folder, shard, "text").read_bytes(), ends, kept),
+        [summary["name"].encode()] * len(kept),
+        [names[language] for language in languages[kept].tolist()],
+        [b"held_out" if held_out[document] else b"train" for document in kept],
+    ]
 
 
-def _strings(ends: NDArray[np.int64], data: bytes) -> pa.Array:
-    """Strings that lie end to end, without a copy of each."""
+def _chosen(data: bytes, ends: NDArray[np.int64], places: list[int]) -> list[bytes]:
+    bounds = [0, *ends.tolist()]
+    return [data[bounds[place] : bounds[place + 1]] for place in places]
+
+
+def _strings(values: list[bytes]) -> pa.Array:
+    """From memory as it lies: what makes arrays of Python objects would import pandas where there is one."""
     import numpy as np
     import pyarrow as pa
 
-    offsets = np.concatenate(([0], ends)).astype(np.int32)
-    return pa.StringArray.from_buffers(len(ends), pa.py_buffer(offsets.tobytes()), pa.py_buffer(data))
+    offsets = np.zeros(len(values) + 1, dtype=np.int32)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    return pa.StringArray.from_buffers(len(values), pa.py_buffer(offsets.tobytes()), pa.py_buffer(b"".join(values)))
 
 
 def _rejected_lines(
