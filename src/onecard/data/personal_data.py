@@ -57,6 +57,7 @@ _ACCOUNT = re.compile(
     r"|(QQ(?:号码?|群号?)?)[1-9][0-9]{4,11}(?![0-9])",
     re.IGNORECASE,
 )
+_ACCOUNT_MARKS = ("信", "QQ", "qq", "ＱＱ", "扣扣", "VX", "vx")
 _IP = re.compile(r"[0-9][0-9]{0,2}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z_-]|\.[0-9])")
 # Four small numbers are more often a version or a section than somebody's address.
 _SMALLEST_LARGE_OCTET = 64
@@ -88,7 +89,7 @@ def masked(text: str, kinds: Collection[str], *, chinese: bool) -> tuple[str, Co
         text = _with_masked_numbers(text, kinds, mask)
     if "ip" in kinds and text.count(".") >= 3:
         text = _IP.sub(lambda match: mask("ip") if _is_public(match) else match[0], text)
-    if "account" in kinds and chinese:
+    if "account" in kinds and chinese and any(mark in text for mark in _ACCOUNT_MARKS):
         text = _ACCOUNT.sub(lambda match: (match[1] or match[2]) + mask("account"), text)
     if "plate" in kinds and chinese:
         text = _PLATE.sub(lambda _: mask("plate"), text)

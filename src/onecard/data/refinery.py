@@ -71,7 +71,8 @@ class Tally:
 
 def fingerprint(config: CleanConfig, files: Sequence[Sequence[Path]]) -> str:
     """What decides the shards: the settings, the inputs as they stand, and the code."""
-    code = {path.name: artifact.hash_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))}
+    here = Path(__file__).parent
+    code = {path.name: artifact.hash_file(path) for path in sorted([*here.glob("*.py"), *here.glob("*.toml")])}
     others = [
         *(source_files(source) for source in config.decontaminate),
         [config.reference] if config.reference else [],

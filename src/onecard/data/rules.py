@@ -271,8 +271,8 @@ def _is_traditional(text: str) -> bool:
 
 def _is_english(words: list[str]) -> bool:
     """Whether the words that fill English sentences are there, and more of them than of other languages' words."""
-    common = sum(word in _ENGLISH_WORDS for word in words)
-    if sum(word in _FOREIGN_WORDS for word in words) > common:
+    common = sum(map(_ENGLISH_WORDS.__contains__, words))
+    if sum(map(_FOREIGN_WORDS.__contains__, words)) > common:
         return False
     # Finnish without accents, or program text, has hardly any of either; a short text may have none by chance.
     return len(words) < 30 or common >= 0.08 * len(words)

@@ -37,7 +37,7 @@ _COMMENT_COUNT = re.compile(r"\d+ (comments?|replies|views|shares|likes)", re.IG
 _SENTENCE_ENDS = "。！？!?\n"
 _SENTENCE_END = re.compile("[。！？!?\n]+")
 _SENTENCES = re.compile(r"[^。！？!?\n]+[。！？!?]*")
-_LAST_SENTENCE = re.compile(r"(?:(?<=[。！？\n])|(?<=\s))[^\s。！？][^。！？\n]*[。！？\n]*$")
+_ENDINGS = "。！？!~～哦 \t\u3000\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,21 @@ def _without_frame(text: str, known: _Phrases) -> tuple[str, int]:
         tail = text[-_TAIL_CHARACTERS:]
         if not any(word in tail for word in known.tail_words):
             break
-        last = _LAST_SENTENCE.search(tail)
-        if last is None or not known.tail.fullmatch(last[0].strip().rstrip("。！？!~～哦")):
+        length = next((n for n in _last_sentences(tail) if known.tail.fullmatch(tail[-n:].strip(_ENDINGS))), 0)
+        if not length:
             break
-        text = text[: len(text) - len(last[0])].rstrip()
+        text = text[:-length].rstrip()
         removed += 1
     return text, removed
+
+
+def _last_sentences(text: str) -> Iterator[int]:
+    """The lengths of the last sentence, and of its last part after a space."""
+    body = text.rstrip(_ENDINGS)
+    for ends in ("。！？\n", " \t\u3000"):
+        start = max(body.rfind(end) for end in ends) + 1
+        if start:
+            yield len(text) - start
 
 
 # --- forums -------------------------------------------------------------------------------------------------------
