@@ -113,6 +113,16 @@ def test_time_stamps_mean_nothing_and_content_everything(folder: Path) -> None:
     assert states(folder) == ["done", "done"]
 
 
+def test_the_content_of_a_file_that_a_setting_names_counts(folder: Path) -> None:
+    reference = folder / "good.txt"
+    reference.write_text("The mill stands by the river, and the geese know it well. " * 400)
+    settings = (f"clean.reference={reference}", "clean.maximum_bits_per_byte=100")
+    assert states(folder, *settings) == ["done", "done"]
+    assert states(folder, *settings) == ["skipped", "skipped"]
+    reference.write_text("Ships from the north are seldom seen here in winter. " * 500)
+    assert states(folder, *settings) == ["done", "skipped"]
+
+
 def test_a_moved_project_and_another_spelling_of_its_path_change_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,6 +275,8 @@ class _Walk:
                 hashes.append([name, [_file_hashes(source) for source in value]])
             elif name in stage.inputs and isinstance(value, Path):
                 hashes.append([name, _input_hash(value)])
+            elif isinstance(value, Path) and value.is_file():
+                hashes.append([name, artifact.hash_file(value)])
         return artifact.hash_json([onecard.__version__, artifact.FORMAT, stage.name, settings, hashes])
 
     def _whole(self, directory: Path, entry: dict[str, Any]) -> bool:
