@@ -299,6 +299,11 @@ class FinetuneConfig(TrainingConfig):
     target_modules: list[str] = setting(
         [], "names of the layers that get adapters, such as q_proj; none named: every linear layer but the head"
     )
+    rank_stabilised: bool = setting(False, "scale adapters by alpha over the root of the rank (rsLoRA)")
+    decomposed: bool = setting(False, "learn the length of each row of the adapted weights too (DoRA)")
+    quantization: Literal["none", "nf4"] = setting(
+        "none", "how frozen weights lie beside adapters: as they are, or in 4 bits (QLoRA; needs bitsandbytes)"
+    )
     packing: bool | Auto = setting(
         "auto", "several rows in one, each attended alone; auto: wherever the model can keep them apart"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_runs import Stop, lines, run, weights
+from tiny_runs import Stop, cut, during, lines, run, weights
 from torch._dynamo.testing import CompileCounter
 
 from onecard.config import FinetuneConfig
@@ -217,3 +217,36 @@ def test_an_unknown_layer_is_refused(tmp_path: Path, tiny_model_directory: Path)
     changes = settings(tmp_path, tiny_model_directory, target_modules=["q_prj"])
     with pytest.raises(ConfigError, match="no linear layer q_prj"):
         finetune(build(FinetuneConfig, changes))
+
+
+def test_adapters_beside_four_bits_learn_merge_and_go_on_after_a_cut(
+    tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+
+    def tuned(output: str) -> dict[str, Any]:
+        changes = {"quantization": "nf4", "lora_rank": 4, "learning_rate": 1e-2, "output": str(tmp_path / output)}
+        return finetune(build(FinetuneConfig, settings(tmp_path, tiny_model_directory, **changes)))
+
+    result = tuned("whole")
+    losses = [row["loss"] for row in lines(tmp_path / "whole" / "metrics.jsonl")]
+    assert losses[-1] < 0.95 * losses[0]
+    assert 0 < result["merge_deviation"] < 0.5
+    assert result["merged_into"] == str(tiny_model_directory)
+    warnings.simplefilter("ignore")  # what the library says of its neighbours
+    loaded = PeftModel.from_pretrained(load_model(tiny_model_directory), str(tmp_path / "whole" / "adapter")).eval()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        meant = loaded(input_ids=ids).logits
+        assert torch.allclose(load_model(tmp_path / "whole")(input_ids=ids).logits, meant, atol=1e-5)
+    with monkeypatch.context() as patch:
+        during(patch, 4, cut)
+        with pytest.raises(RuntimeError, match="power cut"):
+            tuned("run")
+    tuned("run")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_four_bits_without_adapters_leave_nothing_to_train(tmp_path: Path, tiny_model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        finetune(build(FinetuneConfig, settings(tmp_path, tiny_model_directory, quantization="nf4", lora_rank=0)))

@@ -7,6 +7,7 @@ adapter, because the loss multiplies with its weight directly; nor do experts th
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any
 
 from onecard import artifact
 from onecard.errors import ConfigError, MissingExtra
+from onecard.model import attention
 from onecard.settings import nearest
 
 _ADAPTER = "default"
@@ -30,13 +32,18 @@ def add(
     target_modules: list[str] | None = None,
     seed: int = 0,
     besides: Sequence[str] = (),
+    *,
+    rank_stabilised: bool = False,
+    decomposed: bool = False,
 ) -> list[str]:
     """Freeze `model` and put adapters beside its linear layers; returns the full names of those, in order.
 
     The output of a layer becomes W x + alpha / rank * B A x, with A random from `seed` and B zero, both fp32: the model
     still computes what it did. `target_modules` are the ends of layer names, such as q_proj or mlp.up_proj; none means
     every linear layer inside the repeated layers. ConfigError names one that the model lacks. `besides` are modules at
-    the top of the model that are learned whole.
+    the top of the model that are learned whole. `rank_stabilised` divides alpha by the root of the rank instead
+    (Kalajdzievski 2023); `decomposed` learns the length of each row of the adapted weight as well (DoRA, Liu et al.
+    2024). Layers in 4 bits stay so.
     """
     import torch
 
@@ -44,7 +51,7 @@ def add(
     chosen = _chosen(names, target_modules or [])
     ends = target_modules or {_end(name) for name in chosen}
     scale: Any = int(alpha) if alpha == int(alpha) else alpha  # other readers of the file expect an integer
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -54,6 +61,8 @@ def add(
             lora_dropout=dropout,
             target_modules=sorted(ends),
             bias="none",
+            use_rslora=rank_stabilised,
+            use_dora=decomposed,
             task_type="SEQ_CLS" if besides else "CAUSAL_LM",
             fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen),
         )
@@ -83,7 +92,7 @@ def linear_layers(model: Any) -> list[str]:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return any(part in name for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
 
 
 def coverage(names: list[str]) -> str:
@@ -99,7 +108,7 @@ def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -
     settings.base_model_name_or_path = str(base.resolve())
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)
-    with _quiet():
+    with quiet():
         from peft import get_peft_model_state_dict
 
         found = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
@@ -120,7 +129,7 @@ def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -
 
 def merge(model: Any) -> None:
     """Add every adapter to the weight that it stands beside and remove it: `model` is of its own kind again."""
-    with _quiet():
+    with quiet():
         from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]:
@@ -130,6 +139,39 @@ def merge(model: Any) -> None:
     del model.peft_config
     for parameter in model.parameters():
         parameter.requires_grad_(True)
+
+
+def merge_into(model: Any, adapted: Any, besides: Sequence[str] = ()) -> None:
+    """Add the adapters of `adapted`, and its modules `besides`, to the weights of `model`, which has none itself."""
+    import torch
+
+    with quiet():
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(copy.deepcopy(adapted.peft_config[_ADAPTER]), model, adapter_name=_ADAPTER)
+    trained = dict(adapted.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name) or name.partition(".")[0] in besides:
+                parameter.data = trained[name].detach().to("cpu", torch.float32)
+    merge(model)
+
+
+def deviation(one: Any, other: Any) -> float:
+    """Mean distance of the logits of two models on a short arbitrary text, over the spread of those of `other`."""
+    import torch
+
+    found = []
+    for model in (one, other):
+        was_training = model.training
+        attention.use_own(model)
+        model.eval()
+        rows = model.get_input_embeddings().weight.shape[0]
+        ids = (7 * torch.arange(48) + 1).remainder(rows).unsqueeze(0).to(next(model.parameters()).device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            found.append(model(input_ids=ids).logits.float().cpu())
+        model.train(was_training)
+    return float((found[0] - found[1]).abs().mean() / found[1].std())
 
 
 def _end(name: str) -> str:
@@ -156,7 +198,7 @@ def _matches(name: str, target: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Use PEFT without what it and torchao say about parts that are not for this machine; MissingExtra without it."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -78,7 +78,7 @@ def prepare(config: AlignConfig) -> Task:
     )
 
     def build() -> Any:
-        model = base.build(config)
+        model = base.build(config, precision)
         _without_dropout(model)
         return model
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from onecard import artifact, console
 from onecard.config import FinetuneConfig
+from onecard.data import token_cache
 from onecard.data.chats import Chat, read_chats
 from onecard.data.packing import PackedRows
 from onecard.data.records import Rejection
@@ -20,7 +21,7 @@ from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import (
-    tokenizer_file,
+    tokenizer_hash,
     vocabulary_rows,
 )
 from onecard.tokenizer.template import encode_chat
@@ -65,7 +66,7 @@ def prepare(config: FinetuneConfig) -> Task:
         precision=precision,
         tokenizer=tokenizer,
         architecture=base.architecture,
-        build_model=lambda: base.build(config),
+        build_model=lambda: base.build(config, precision),
         rows=rows,
         held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
         weights=[1.0] * len(rows.per_source),
@@ -124,8 +125,24 @@ def _stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> tuple[
             return found, {name: TokenStore(run.tokens / name) for name in ("train", "held_out")}
         except ArtifactError:
             console.note("  the token store is incomplete and is made again")
-    written = _write_stores(config, run, tokenizer)
-    return found or written, {name: TokenStore(run.tokens / name) for name in ("train", "held_out")}
+    places = {name: run.tokens / name for name in ("train", "held_out")}
+    rejected = {"rejected.jsonl": run.path / "rejected-00000.jsonl"}
+    key = _key(config)
+    written = token_cache.fetch(key, places, rejected)
+    if written is None:
+        written = _write_stores(config, run, tokenizer)
+        token_cache.keep(key, places, written, rejected)
+    _say_what_became(written)
+    return found or written, {name: TokenStore(place) for name, place in places.items()}
+
+
+def _key(config: FinetuneConfig) -> str:
+    """The hash of everything that decides the tokens of the rows: files, settings, tokenizer, template, libraries."""
+    files = [artifact.hash_file(path) for source in config.sources for path in source_files(source)]
+    rows = [config.held_out, config.seed, config.row_tokens, config.strict]
+    # With their paths, which rejected rows are named by.
+    sources = config.plain()["sources"]
+    return artifact.hash_json(["chats", artifact.versions(), tokenizer_hash(config.model), files, sources, rows])
 
 
 def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
@@ -156,10 +173,10 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
             run.tokens / name,
             documents,
             vocabulary=vocabulary_rows(tokenizer),
-            tokenizer_hash=artifact.hash_file(tokenizer_file(config.model)),
+            tokenizer_hash=tokenizer_hash(config.model),
             learned=True,
         )
-    found = {
+    return {
         "read": tally.read,
         "kept": tally.kept,
         "held_out": len(splits["held_out"]),
@@ -168,13 +185,15 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
         "tokens": tally.tokens,
         "learned_tokens": tally.learned_tokens,
     }
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in tally.dropped.most_common())
+
+
+def _say_what_became(rows: dict[str, Any]) -> None:
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in Counter(rows["dropped"]).most_common())
     console.note(
-        f"  {tally.read:,} rows: {tally.kept:,} kept ({len(splits['held_out']):,} of them held out), "
-        f"{tally.read - tally.kept:,} dropped{f' ({dropped})' if dropped else ''}, {tally.truncated:,} truncated; "
-        f"{tally.learned_tokens:,} of {tally.tokens:,} tokens are learned"
+        f"  {rows['read']:,} rows: {rows['kept']:,} kept ({rows['held_out']:,} of them held out), "
+        f"{rows['read'] - rows['kept']:,} dropped{f' ({dropped})' if dropped else ''}, {rows['truncated']:,} "
+        f"truncated; {rows['learned_tokens']:,} of {rows['tokens']:,} tokens are learned"
     )
-    return found
 
 
 def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, reject: Any) -> Encoded | None:

@@ -18,6 +18,7 @@ from onecard import console
 from onecard.errors import ConfigError, MissingExtra
 from onecard.machine.calibrate import WORTHWHILE, default_device, matrix_rate
 from onecard.model.load import silence_transformers
+from onecard.model.quantized import is_quantized, multiply_in
 
 Capability = tuple[int, int]
 _PRODUCTS = {
@@ -123,12 +124,17 @@ def convert(model: nn.Module, precision: Precision, *, emulate: bool = False) ->
     Norms and biases stay in fp32, as under autocast: they weigh nothing, and their steps are small beside 1. Buffers
     (such as the frequencies of positions) are never touched. `emulate` computes float8 in software, for tests.
     """
-    if precision.weight_dtype != torch.float32:
+    in_four_bits = any(is_quantized(module) for module in model.modules())
+    # Beside weights in 4 bits, embeddings and head of 32 would be most of the model.
+    weight_dtype = precision.dtype if in_four_bits else precision.weight_dtype
+    multiply_in(model, precision.dtype)
+    if weight_dtype != torch.float32:
         beside_frozen = any(not parameter.requires_grad for parameter in model.parameters())
         for parameter in model.parameters():
             # Adapters stay as they are too: they are small, and so are their steps.
-            if parameter.ndim >= 2 and not (beside_frozen and parameter.requires_grad):
-                parameter.data = parameter.data.to(precision.weight_dtype)
+            kept = (beside_frozen and parameter.requires_grad) or not parameter.is_floating_point()
+            if parameter.ndim >= 2 and not kept:
+                parameter.data = parameter.data.to(weight_dtype)
     if precision.name == "float8":
         _to_float8(model, emulate=emulate)
 

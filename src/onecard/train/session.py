@@ -380,9 +380,10 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.9} if not chat else {"do_sample": False}
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all()), "the loop applies finite updates only"
+    told: dict[str, Any] = {}
     if task.complete is not None:
-        task.complete(model)
-    examined = {} if task.examine is None else task.examine(model)
+        model, told = task.complete(model)
+    told |= {} if task.examine is None else task.examine(model)
     save_model(model, task.tokenizer, task.run.path / "model", stop_ids=_stop_ids(task), sampling=sampling)
     rows = RunLog(task.run.path).metrics()
     measured_losses = [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
@@ -412,7 +413,7 @@ def _finish(task: Task, model: Any, plan: dict[str, Any], loop: Loop) -> dict[st
         **measured,
         **loop.vitals.result(),
         **{key: plan[key] for key in task.facts if key in plan},
-        **examined,
+        **told,
     }
     report.write(task.run.path, task.verb, plan, result)
     loop.log.event("end", step=loop.step)

@@ -61,5 +61,5 @@ class Task:
     facts: dict[str, Any] = field(default_factory=dict)
     # Looks at the trained model before it is saved; what it gives stands in the result, and it may write into the run.
     examine: Callable[[Any], dict[str, Any]] | None = None
-    # Done to the trained model before it is saved, such as merging adapters into it.
-    complete: Callable[[Any], None] | None = None
+    # Makes of the trained model the one that is saved, such as by merging adapters into it; and what there is to tell.
+    complete: Callable[[Any], tuple[Any, dict[str, Any]]] | None = None
