@@ -230,3 +230,18 @@ def drawn(stream: str) -> list[str]:
             lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
             column += len(part)
     return [line.rstrip() for line in lines[:-1]]
+
+
+def test_text_that_is_set_in_is_broken_at_the_width_of_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console.result_set_in("一二三四五六七\n\nab", 2)
+    assert capsys.readouterr().out == "  一二三四五六七\n\n  ab\n"
+    from rich.console import Console
+
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    monkeypatch.setattr(Console, "width", property(lambda self: 10))
+    console.configure()
+    console.result_set_in("一二三四五六七\n\nab", 2)
+    # Eight columns are left, and a Chinese character takes two.
+    assert capsys.readouterr().out.split("\n")[:4] == ["  一二三四", "  五六七", "", "  ab"]

@@ -107,6 +107,20 @@ def result(text: str = "") -> None:
         _say("stdout", Text(text), hanging=0)
 
 
+def result_set_in(text: str, indent: int) -> None:
+    """Print text of any script set in by `indent` columns; on a terminal its lines are broken at the width."""
+    if _state.json:
+        return
+    from rich.cells import chop_cells
+    from rich.text import Text
+
+    console = _rich("stdout")
+    for line in text.split("\n"):
+        parts = chop_cells(line, max(console.width - indent, 1)) if console.is_terminal else [line]
+        for part in parts or [""]:
+            console.print(Text(" " * indent + part if part else ""))
+
+
 def result_fragment(text: str) -> None:
     """Print part of a line of the result at once, as a model writes it."""
     if not _state.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onecard.data.excerpts import bracketed, differences, shortened, visible
+from onecard.data.excerpts import bracketed, differences, harmless, shortened, visible
 
 
 def test_what_differs_is_marked() -> None:
@@ -29,5 +29,6 @@ def test_what_a_removal_pulls_in_at_the_end_is_not_marked() -> None:
 def test_invisible_characters() -> None:
     assert visible("a\tb\nc\u3000d\u200be f") == "a⇥b⏎c▢d[U+200B]e f"
     assert visible("a b", spaces=True) == "a·b"
+    assert harmless("红\x1b[31m字\u3000a\tb\nc") == "红[U+001B][31m字\u3000a\tb\nc"
     assert shortened("一二三", 2) == "一二 …"
     assert shortened("一二三", 3) == "一二三"

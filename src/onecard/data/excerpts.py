@@ -6,6 +6,7 @@ In: two texts, or one. Out: pieces, each marked as changed or not. Knows nothing
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ Piece = tuple[str, bool]
 
 EXCERPT_CHARACTERS = 200
 _LEAD_CHARACTERS = 30
+_TERMINAL_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _MARKS = {"\n": "⏎", "\t": "⇥", "\u3000": "▢", "\r": "␍"}
 
 
@@ -69,6 +71,11 @@ def visible(text: str, *, spaces: bool = False) -> str:
         else:
             made.append(character)
     return "".join(made)
+
+
+def harmless(text: str) -> str:
+    """The text as it is, but for controls that a terminal would obey, which are shown by their number."""
+    return _TERMINAL_CONTROLS.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def visible_pieces(pieces: Sequence[Piece]) -> list[Piece]:

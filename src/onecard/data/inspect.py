@@ -139,7 +139,8 @@ def _ask_until_turned(page: list[InspectedRow], first: int) -> str:
         place = int(answer) - first
         if 0 <= place < len(page):
             row = page[place]
-            console.result(f"{answer}  {_heading(row)}\n\n{row.text}\n")
+            console.result(f"{answer}  {_heading(row)}\n")
+            console.result_set_in(f"{excerpts.harmless(row.text)}\n", 0)
         else:
             console.result(f"This page has the rows {first:,} to {first + len(page) - 1:,}.")
 
@@ -147,9 +148,9 @@ def _ask_until_turned(page: list[InspectedRow], first: int) -> str:
 def _show(config: InspectConfig, page: list[InspectedRow], first: int) -> None:
     for number, row in enumerate(page, start=first):
         console.result(f"{number:>4}  {_heading(row)}")
-        console.result(f"      {excerpts.visible(excerpts.shortened(row.text, config.characters))}")
+        console.result_set_in(excerpts.visible(excerpts.shortened(row.text, config.characters)), 6)
 
 
 def _heading(row: InspectedRow) -> str:
     parts = [row.reason, row.detail, row.language, row.id]
-    return "  ".join(part for part in parts if part)
+    return excerpts.harmless("  ".join(part for part in parts if part))
