@@ -152,8 +152,9 @@ def test_bytes_of_the_optimizer_by_hand() -> None:
     assert optimizer_bytes(optimizer_in_backward=True) == pytest.approx(28)
     assert optimizer_bytes(optimizer_states="8bit") == pytest.approx(20.1)
     assert optimizer_bytes(optimizer="muon") == pytest.approx(24)
-    # norm 2, gradient 2, weight 4, states 16, and the fp32 copy written and read
-    assert optimizer_bytes(precision="pure_bf16") == pytest.approx(32)
+    # norm 4, gradient 4, weight 4, states 16, and the fp32 copy written and read
+    assert optimizer_bytes(precision="pure_bf16") == pytest.approx(36)
+    assert optimizer_bytes(precision="pure_bf16", gradients="bf16") == pytest.approx(32)
     assert optimizer_bytes(engine=Engine(fused_optimizer=False)) == pytest.approx(4 + 28 * 2.5)
 
 

@@ -20,7 +20,11 @@ from onecard.plan.shape import Shape, shape_of
 APPROXIMATION_COST = 1.15
 # So must every other way, for each is one more thing that can go wrong; and a micro-batch of twice the size, for its
 # memory may be wanted elsewhere.
-MEASURE_COST, DOUBLING_COST = 1.02, 1.003
+MEASURE_COST, DOUBLING_COST = 1.04, 1.003
+# Layers that are traced keep about so much more than the values that `kept_values` counts: norms are taken in fp32.
+KEPT_SHARE = 1.4
+# A chunk of logits, as it is computed, widened and turned into gradients.
+CHUNK_BYTES = 768 << 20
 # Of the free memory of the host so much may be pinned for what a card has no room for.
 HOST_SHARE = 0.8
 # More micro-batch sizes than these are not looked at.
@@ -181,7 +185,7 @@ def kept_bytes(job: Job, shape: Shape | None = None) -> int:
         total += 4 * trained
         weight = 4
     if not job.optimizer_in_backward:
-        total += trained * (2 if weight == 2 or job.gradients == "bf16" else 4)
+        total += trained * (2 if job.gradients == "bf16" else 4)
     values = {"adamw": 2, "muon": 1}.get(job.optimizer, 0)
     return int(total + trained * values * {"fp32": 4.0, "8bit": 1.03, "host": 0.0}[job.optimizer_states])
 
@@ -197,17 +201,23 @@ def host_bytes(job: Job, shape: Shape | None = None) -> float:
     return states * trained_parameters(job, shape) + kept
 
 
-def passing_bytes(job: Job, shape: Shape | None = None) -> int:
-    """Bytes that come and go within an update (about): activations, and a layer and some logits at work."""
+def passing_bytes(job: Job, shape: Shape | None = None) -> tuple[int, int]:
+    """Bytes that come and go within an update (about): those of any micro-batch, and those that grow with its tokens.
+
+    Narrowed weights and a chunk of logits; activations and a layer at work.
+    """
     shape = shape or shape_of(job.model)
     element = BYTES[job.precision]
     tokens = job.batch_size * row_tokens(job)
     size = 1 if job.activation_compression == "8bit" else element
-    kept = tokens * kept_values(job, shape) * size
+    grows = KEPT_SHARE * tokens * kept_values(job, shape) * size
     if job.activation_offload:
-        kept *= 2 / shape.layers  # about two layers are on their way
+        grows *= 2 / shape.layers  # about two layers are on their way
     layer = kept_values(replace(job, activation_checkpointing="none"), shape) / shape.layers
+    grows += 2 * tokens * layer * element
     logits = 0 if shape.head is None else tokens * shape.head.outputs * 8
-    if job.engine.chunked_loss:
-        logits = min(logits, 768 << 20)
-    return int(kept + 2 * tokens * layer * element + logits)
+    constant = min(logits, CHUNK_BYTES) if job.engine.chunked_loss else 0
+    grows += 0 if job.engine.chunked_loss else logits
+    if job.precision in ("bf16", "fp16") and job.weights != "bf16" and job.method != "qlora":
+        constant += 2 * (shape.matrix_parameters + (0 if shape.head is None else shape.head.weights))
+    return constant, int(grows)

@@ -211,7 +211,7 @@ def _weights(job: Job, shape: Shape) -> float:
 
 
 def _gradient_bytes(job: Job) -> int:
-    return 2 if job.gradients == "bf16" or (job.precision == "pure_bf16" and job.method == "full") else 4
+    return 2 if job.gradients == "bf16" else 4
 
 
 def _sums(job: Job, shape: Shape) -> float:

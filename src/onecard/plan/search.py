@@ -34,9 +34,10 @@ SpeedOf = Callable[[Job, Target], Speed]
 # What stays free: the planner's own error, and what a desktop takes in the middle of a run.
 MARGIN = 0.05
 ALTERNATIVES = 3
-MOST_CALLS, MOST_SECONDS = 24, 16.0
+# Asked at most so often, and after so many seconds no more, but a few times in any case.
+MOST_CALLS, LEAST_CALLS, MOST_SECONDS = 16, 4, 14.0
 # A guess may be so far off before its kind was ever asked about, and after.
-TRUST_BEFORE, TRUST_AFTER = 1.5, 1.03
+TRUST_BEFORE, TRUST_AFTER = 1.1, 1.03
 # An alternative that uses more ways than a faster one must hold so much less to be worth telling.
 WORTH_TELLING = 0.85
 
@@ -64,7 +65,8 @@ class Asked:
     @property
     def exhausted(self) -> bool:
         """Whether enough was asked."""
-        return self.calls >= MOST_CALLS or time.monotonic() - self.started > MOST_SECONDS
+        late = time.monotonic() - self.started > MOST_SECONDS
+        return self.calls >= MOST_CALLS or (late and self.calls >= LEAST_CALLS)
 
     def of(self, job: Job) -> Candidate:
         """A job with its memory and speed. More than two micro-batches hold what two hold."""
@@ -87,20 +89,52 @@ class Asked:
         told = sum(memory.breakdown.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
         staying = told or kept_bytes(job)
         self._staying[_state(job)] = staying / kept_bytes(job)
-        self._passing[_kind(job)] = max(0.1, (memory.needed_bytes - staying) / passing_bytes(job))
+        constant, grows = passing_bytes(job)
+        self._passing[_kind(job)] = max(0.1, (memory.needed_bytes - staying - constant) / grows)
 
-    def guess(self, job: Job) -> tuple[float, float]:
-        """Bytes that a job needs, and the factor by which that may be too much."""
-        asked = _kind(job) in self._passing and _state(job) in self._staying
-        staying = self._staying.get(_state(job), _median(self._staying))
-        passing = self._passing.get(_kind(job), _median(self._passing))
+    def guess(self, option: Option) -> tuple[float, float]:
+        """Bytes that an option needs, and the factor by which that may be too much."""
+        asked = option.kind in self._passing and option.state in self._staying
+        staying = self._staying.get(option.state, _median(self._staying))
+        passing = self._passing.get(option.kind, _median(self._passing))
         trust = TRUST_AFTER if asked else TRUST_BEFORE
-        return staying * kept_bytes(job) + passing * passing_bytes(job), trust
+        constant, grows = option.passing_bytes
+        return staying * option.kept_bytes + constant + passing * grows, trust
 
 
 def _median(ratios: dict[Any, float]) -> float:
     order = sorted(ratios.values())
     return order[len(order) // 2] if order else 1.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """A job to choose among: how much it is preferred (less is better), and what its guess is made of."""
+
+    job: Job
+    preference: float
+    ways: frozenset[tuple[str, Any]]
+    approximate: int
+    kept_bytes: int
+    passing_bytes: tuple[int, int]
+    state: tuple[Any, ...]
+    kind: tuple[Any, ...]
+
+
+def _option(job: Job, target: Target, speed_of: SpeedOf) -> Option:
+    shape = shape_of(job.model)
+    seconds = preference(job, speed_of(job, target).seconds_per_update)
+    return Option(
+        job,
+        # An update of a fixed split may have other rows than another: compared is the time of a row.
+        seconds / (job.batch_size * job.gradient_accumulation_steps),
+        ways(job),
+        approximate(job),
+        kept_bytes(job, shape),
+        passing_bytes(job, shape),
+        _state(job),
+        _kind(job),
+    )
 
 
 def _key(job: Job) -> tuple[Any, ...]:
@@ -136,55 +170,71 @@ def best(
     may know more of the rows (see `speed`).
     """
     asked = Asked(memory, target, margin, speed_of)
-    jobs = list(all_of(job, target, rows_per_update=rows_per_update, fixed=fixed, clipping=clipping))
-    seconds = {id(one): speed_of(one, target).seconds_per_update for one in jobs}
-    # An update of a fixed split may have other rows than another: compared is the time of a row.
-    jobs.sort(key=lambda one: preference(one, seconds[id(one)]) / (one.batch_size * one.gradient_accumulation_steps))
-    accepted = _fitting(jobs, asked)
-    return accepted or _nearest(jobs, asked)
+    jobs = all_of(job, target, rows_per_update=rows_per_update, fixed=fixed, clipping=clipping)
+    options = sorted((_option(one, target, speed_of) for one in jobs), key=lambda option: option.preference)
+    return _fitting(options, asked) or _nearest(options, asked)
 
 
-def _fitting(jobs: list[Job], asked: Asked) -> list[Candidate]:
-    accepted: list[Candidate] = []
-    refused: list[Job] = []
-    for job in jobs:
-        if len(accepted) > ALTERNATIVES or asked.exhausted:
+def _fitting(options: list[Option], asked: Asked) -> list[Candidate]:
+    """What fits of the options, the most preferred first, and no two that are much alike.
+
+    After each answer the guesses are better, so the next question is looked for from the beginning.
+    """
+    accepted: list[tuple[Option, Candidate]] = []
+    refused: list[Option] = []
+    while len(accepted) <= ALTERNATIVES and not asked.exhausted:
+        option = next((one for one in options if _worth_asking(one, accepted, refused, asked)), None)
+        if option is None:
             break
-        guess, trust = asked.guess(job)
-        if guess > asked.limit_bytes * trust or any(_holds_as_much(job, other) for other in refused):
-            continue
-        if any(_tells_nothing(job, guess, other) for other in accepted):
-            continue
-        candidate = asked.of(job)
-        if not candidate.fits:
-            refused.append(job)
-        elif not any(_tells_nothing(job, candidate.memory.needed_bytes, other) for other in accepted):
-            accepted.append(candidate)
-    return accepted
+        candidate = asked.of(option.job)
+        if candidate.fits:
+            accepted.append((option, candidate))
+        else:
+            refused.append(option)
+    accepted.sort(key=lambda pair: pair[0].preference)
+    told: list[tuple[Option, Candidate]] = []
+    for option, candidate in accepted:
+        if not any(_tells_nothing(option, candidate.memory.needed_bytes, other) for other in told):
+            told.append((option, candidate))
+    return [candidate for _, candidate in told]
 
 
-def _holds_as_much(job: Job, other: Job) -> bool:
-    """Whether a job surely holds as much as another: no smaller micro-batch, and no way that the other lacks."""
-    more_steps = job.gradient_accumulation_steps > 1 or other.gradient_accumulation_steps == 1
-    return job.batch_size >= other.batch_size and more_steps and ways(job) <= ways(other)
+def _worth_asking(
+    option: Option, accepted: list[tuple[Option, Candidate]], refused: list[Option], asked: Asked
+) -> bool:
+    guess, trust = asked.guess(option)
+    if guess > asked.limit_bytes * trust or any(_holds_as_much(option, other) for other in refused):
+        return False
+    better = [pair for pair in accepted if pair[0].preference <= option.preference]
+    return all(pair[0] is not option for pair in accepted) and not any(
+        _tells_nothing(option, guess, pair) for pair in better
+    )
 
 
-def _tells_nothing(job: Job, needed: float, other: Candidate) -> bool:
-    """Whether a job beside a faster one is no alternative: the same ways, or not fewer for little less memory."""
-    if ways(job) == ways(other.job):
+def _holds_as_much(option: Option, other: Option) -> bool:
+    """Whether an option surely holds as much as another: no smaller micro-batch, and no way that the other lacks."""
+    job, less = option.job, other.job
+    more_steps = job.gradient_accumulation_steps > 1 or less.gradient_accumulation_steps == 1
+    return job.batch_size >= less.batch_size and more_steps and option.ways <= other.ways
+
+
+def _tells_nothing(option: Option, needed: float, better: tuple[Option, Candidate]) -> bool:
+    """Whether an option beside a faster one is no alternative: the same ways, or not fewer for little less memory."""
+    other, candidate = better
+    if option.ways == other.ways:
         return True
-    simpler = len(ways(job)) < len(ways(other.job)) or approximate(job) < approximate(other.job)
-    return not simpler and needed > WORTH_TELLING * other.memory.needed_bytes
+    simpler = len(option.ways) < len(other.ways) or option.approximate < other.approximate
+    return not simpler and needed > WORTH_TELLING * candidate.memory.needed_bytes
 
 
-def _nearest(jobs: list[Job], asked: Asked) -> list[Candidate]:
-    """Jobs by their guessed bytes, the least first: asked about until one fits, or a few do not."""
+def _nearest(options: list[Option], asked: Asked) -> list[Candidate]:
+    """The options that are guessed to need least, of all and of the exact ones, asked about: nearest first."""
     found: list[Candidate] = []
     for exact in (False, True):
-        kind = [job for job in jobs if not (exact and approximate(job))]
-        for job in sorted(kind, key=lambda one: asked.guess(one)[0])[:2]:
-            if all(job != candidate.job for candidate in found):
-                found.append(asked.of(job))
+        kind = [option for option in options if not (exact and option.approximate)]
+        for option in sorted(kind, key=lambda one: asked.guess(one)[0])[:2]:
+            if all(option.job != candidate.job for candidate in found):
+                found.append(asked.of(option.job))
     fitting = [candidate for candidate in found if candidate.fits]
     if fitting:
         return sorted(fitting, key=lambda one: preference(one.job, one.speed.seconds_per_update))
