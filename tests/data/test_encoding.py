@@ -85,6 +85,15 @@ def test_one_damaged_byte_leaves_utf8_utf8(tmp_path: Path) -> None:
     assert text == CHINESE + encoding.DAMAGED + "\n" + CHINESE
 
 
+def test_twins_are_told_apart_by_what_only_one_has() -> None:
+    czech = "Všichni lidé se rodí svobodní a sobě rovní co do důstojnosti a práv."
+    for codec in ("iso8859-2", "cp1250"):
+        assert encoding._corrected("cp1250", czech.encode(codec), whole=True) == codec
+    windows = "機種依存の文字①㈱を含む文章。".encode("cp932")
+    assert encoding._corrected("shift_jis_2004", windows, whole=True) == "cp932"
+    assert encoding._corrected("shift_jis_2004", "か゚".encode("shift_jis_2004"), whole=True) == "shift_jis_2004"
+
+
 @pytest.mark.parametrize(
     "data", [b"%PDF-1.7 text follows", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), bytes(range(256)) * 40]
 )

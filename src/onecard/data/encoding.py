@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -51,6 +52,10 @@ _BINARY_MAGIC = (
     b"OggS",
 )  # fmt: skip
 _TEXT_CONTROLS = frozenset("\t\n\r\v\f\x1b\0")
+
+# Where ISO 8859-2 has š, ž, ś and ź, and Windows-1250 rarer things; its own letters lie among the controls.
+_LATIN_2_LETTERS = re.compile(b"[\xb6\xb9\xbc\xbe]")
+_UPPER_CONTROLS = re.compile(b"[\x80-\x9f]")
 
 # The everyday characters of written Chinese; simplified first, then traditional forms that differ. About seven in ten
 # characters of real text are among them, and about one in forty of text that was decoded wrongly.
@@ -238,8 +243,7 @@ def _guess_statistically(sample: bytes, whole: bool) -> str:
     cut = sample if whole else sample[: sample.rfind(b"\n") + 1] or sample
     match = from_bytes(cut).best()
     if match is not None:
-        name = codecs.lookup(match.encoding).name
-        name = _WIDER.get(name, name)
+        name = _corrected(codecs.lookup(match.encoding).name, sample, whole)
         text = _decode_sample(sample, name, whole)
         if DAMAGED not in text and _control_share(text) <= 0.01:
             return name
@@ -247,6 +251,15 @@ def _guess_statistically(sample: bytes, whole: bool) -> str:
     if DAMAGED not in text and _control_share(text) == 0 and _share_of_letters(text) > 0.5:
         return "gb18030"  # too short to judge, and the encoding that Chinese users most often have
     raise NotText("binary_file" if _control_share(sample.decode("latin-1")) > 0.05 else "unknown_encoding")
+
+
+def _corrected(name: str, sample: bytes, whole: bool) -> str:
+    """The codec that people mean by it: the wider one of a family, or its twin where only that one fits."""
+    if name.startswith("shift_jis") and DAMAGED not in _decode_sample(sample, "cp932", whole):
+        return "cp932"
+    if name == "cp1250" and _LATIN_2_LETTERS.search(sample) and not _UPPER_CONTROLS.search(sample):
+        return "iso8859-2"
+    return _WIDER.get(name, name)
 
 
 def _everyday_share(text: str) -> float:
