@@ -50,6 +50,10 @@ def test_texts_that_no_rule_touches(text: str) -> None:
         "扫一扫，关注我们的公众号",
         "已有 35 位网友参与评论",
         "分享到：微信 微博 QQ空间",
+        "查看: 5911|回复: 14",
+        "发表于 2005-8-4 21:37:32 | 显示全部楼层",
+        "您需要 登录 才可以下载或查看，没有帐号？注册",
+        "本帖最后由 小王 于 2012-3-4 编辑",
         "Share this:",
         "Share on Facebook",
         "Skip to main content",
@@ -82,6 +86,10 @@ def test_boilerplate_lines_go(line: str) -> None:
         "唐诗 | 宋词 | 元曲",
         "2019 comments on the treaty were filed by the states.",
         "点击数据库的图标，然后选择导出。",
+        "查看病历需要本人的身份证。",
+        "发表于一九三六年的这篇小说写的是一个小镇。",
+        "没有账号的读者可以先读前三章，它们是公开的，不需要付钱，也不需要登记姓名和住址，放在图书馆门口的桌子上。",
+        "登录后我发现文件都在。",
     ],
 )
 def test_lines_that_only_look_like_boilerplate_stay(line: str) -> None:
