@@ -65,7 +65,7 @@ class CleanConfig(Verb):
     chinese: Literal["keep", "simplified", "traditional"] = setting(
         "keep", "write Chinese text in these characters (needs onecard[chinese])"
     )
-    reference: Path | None = setting(None, "a file of good text: reject documents that are unlike it")
+    reference: Path | None = setting(None, "a file of good text: reject documents that are unlike it", metavar="FILE")
     maximum_bits_per_byte: PositiveNumber | Auto = setting(
         "auto", "what a document may need under a character model of the reference; auto: measured on the reference"
     )
@@ -78,7 +78,8 @@ class CleanConfig(Verb):
     )
     keep: Literal["first", "longest"] = setting("first", "which of several near-duplicates stays")
     repeated_paragraphs: bool = setting(
-        False, "also remove paragraphs (lines of 20 Chinese or 60 other characters, or more) that an earlier document has"
+        False,
+        "also remove paragraphs (lines of 20 Chinese or 60 other characters, or more) that an earlier document has",
     )
     decontaminate: list[Source] = setting(
         [],
@@ -86,7 +87,9 @@ class CleanConfig(Verb):
     )
     workers: Positive | Auto = setting("auto", "processes at work (auto: one a core); changes nothing in the result")
     dry_run: Positive | None = setting(
-        None, "show what the steps would do to so many documents, spread over the sources, and write nothing"
+        None,
+        "show what the steps would do to so many documents, spread over the sources, and write nothing",
+        metavar="N",
     )
     seed: int = setting(0, "decides which documents are held out")
     strict: bool = setting(False, "stop at the first bad row instead of keeping it aside")
@@ -367,6 +370,17 @@ class PredictConfig(Verb):
     output: Path = setting(Path("predictions"), "the directory to write predictions.jsonl to")
     label_field: str = setting("auto", "where rows have labels, the field they stand in: they are then compared")
     strict: bool = setting(False, "stop at the first bad row instead of setting it aside")
+
+
+class ExportConfig(Verb):
+    """Write a model for llama.cpp and Ollama (GGUF), and read it back to see that it is the same."""
+
+    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    formats: list[Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"]] = setting(
+        ["f16"], "number formats of the weights, a file for each: q8_0 has 8.5 bits a weight, q4_0 4.5"
+    )
+    output: Path = setting(Path("export"), "the directory to write")
+    name: str = setting("", "what the model is called (default: the name of its directory)")
 
 
 class RateSearch(Settings):

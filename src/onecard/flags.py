@@ -64,7 +64,8 @@ def parser(kind: type[Settings], program: str, section: str = "") -> argparse.Ar
 def _add_setting(made: argparse.ArgumentParser, name: str, info: FieldInfo) -> None:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     kinds = [get_origin(member) or member for member in alternatives(info.annotation)]
-    shown = "" if info.is_required() or info.default in (None, [], {}, "") else f" [{info.default}]"
+    default = " ".join(map(str, info.default)) if isinstance(info.default, list) else info.default
+    shown = "" if info.is_required() or default in (None, {}, "") else f" [{default}]"
     text = f"{info.description}{shown}".replace("%", "%%")
     metavar = _metavar(name, info)
     if bool in kinds:
