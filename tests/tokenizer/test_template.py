@@ -482,7 +482,7 @@ def test_tools_stand_in_the_system_turn(tokenizer: Any) -> None:
         ({"role": "user", "content": [{"type": "image_url"}]}, "content of message 0 is not text"),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
-            "arguments of f in message 0 are not valid",
+            "arguments of a tool call in message 0 are not valid",
         ),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]},

@@ -86,13 +86,13 @@ def test_merges_are_applied_lowest_rank_first() -> None:
     assert apply_merges(["x"], ranks) == ["x"]
 
 
-def test_joining_takes_what_is_known_then_what_is_heavy_then_what_comes_first() -> None:
+def test_joining_takes_what_is_known_then_what_is_heavy_then_what_is_long() -> None:
     # b d is the heaviest pair, c d is known.
     assert joining_merges([(list("abcd"), 1), (list("bd"), 9)], {"cd"}) == [
         ("c", "d"),
         ("b", "d"),
-        ("a", "b"),
-        ("ab", "cd"),
+        ("b", "cd"),  # longer than a b
+        ("a", "bcd"),
     ]
 
 

@@ -35,8 +35,11 @@ def folder() -> Path | None:
     return Path(named) if named else home / "onecard" / "tokens"
 
 
-def fetch(key: str, stores: Mapping[str, Path]) -> dict[str, Any] | None:
-    """Put the stores of `key` at their places; returns the facts noted with them, or None if they are not kept."""
+def fetch(key: str, stores: Mapping[str, Path], files: Mapping[str, Path] | None = None) -> dict[str, Any] | None:
+    """Put the stores of `key`, and single files, at their places; returns the facts noted with them.
+
+    None if they are not kept.
+    """
     place = folder()
     if place is None or not (place / key / _FACTS).is_file():
         return None
@@ -45,14 +48,19 @@ def fetch(key: str, stores: Mapping[str, Path]) -> dict[str, Any] | None:
         for name, directory in stores.items():
             with artifact.new_directory(directory, replace=True) as temporary:
                 _link(place / key / name, temporary)
+        for name, path in (files or {}).items():
+            path.unlink(missing_ok=True)
+            _link_file(place / key / name, path)
         os.utime(place / key)
     except (OSError, ValueError, OnecardError):
         return None
     return facts
 
 
-def keep(key: str, stores: Mapping[str, Path], facts: Mapping[str, Any]) -> None:
-    """Keep finished stores, and what should be known with them, for the next run of this key."""
+def keep(
+    key: str, stores: Mapping[str, Path], facts: Mapping[str, Any], files: Mapping[str, Path] | None = None
+) -> None:
+    """Keep finished stores, single files, and what should be known with them, for the next run of this key."""
     place = folder()
     size = sum(_size(directory) for directory in stores.values())
     if place is None or size > MOST_BYTES / 2:
@@ -64,6 +72,8 @@ def keep(key: str, stores: Mapping[str, Path], facts: Mapping[str, Any]) -> None
             for name, directory in stores.items():
                 (temporary / name).mkdir()
                 _link(directory, temporary / name)
+            for name, path in (files or {}).items():
+                _link_file(path, temporary / name)
             artifact.write_json_atomically(temporary / _FACTS, facts)
 
 
@@ -71,10 +81,14 @@ def _link(source: Path, target: Path) -> None:
     """The files of a store in another directory: links where the disk is the same, copies elsewhere."""
     for name in STORE_FILES:
         if (source / name).is_file():
-            try:
-                os.link(source / name, target / name)
-            except OSError:
-                shutil.copyfile(source / name, target / name)
+            _link_file(source / name, target / name)
+
+
+def _link_file(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _make_room(place: Path, size: int) -> None:

@@ -73,6 +73,7 @@ def answer_questions(
 
     Errors: those of the chat template. `advance` is called with the number of questions answered since the last call.
     """
+    from onecard.model.load import vocabulary_rows
     from onecard.tokenizer.template import encode_chat, stop_token_ids
 
     prompts = [encode_chat(tokenizer, chat.messages[:-1], add_generation_prompt=True).ids for chat in chats]
@@ -80,7 +81,7 @@ def answer_questions(
         model,
         prompts,
         stop_ids=stop_token_ids(tokenizer),
-        vocabulary_size=len(tokenizer),
+        vocabulary_size=vocabulary_rows(tokenizer),
         limit=max_new_tokens,
         batch_size=batch_size,
         advance=advance,

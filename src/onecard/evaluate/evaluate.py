@@ -254,13 +254,14 @@ def _place(path: Path) -> tuple[str, torch.dtype]:
 
 def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt]) -> list[str]:
     """The model's own continuation of each prompt, greedily."""
+    from onecard.model.load import vocabulary_rows
     from onecard.tokenizer.template import encode_prompt, stop_token_ids
 
     written = generate(
         model,
         [encode_prompt(tokenizer, prompt.text) for prompt in prompts],
         stop_ids=stop_token_ids(tokenizer),
-        vocabulary_size=len(tokenizer),
+        vocabulary_size=vocabulary_rows(tokenizer),
         limit=CONTINUATION_TOKENS,
         batch_size=BATCH_ANSWERS,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecard.errors import ConfigError
 from onecard.tokenizer.encoding import encoder_of
-from onecard.tokenizer.terms import Merge, Term, forms, joining_merges, why_not
+from onecard.tokenizer.terms import Merge, Term, apply_merges, forms, joining_merges, split_characters, why_not
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,12 @@ def _add_terms(tokenizer: PreTrainedTokenizerFast, made: Extension, terms: Seque
         term = Term(text, 1)
         for form, weight in [(text, 1)] if term.unspaced else forms(inner, term):
             words.append((inner.encode(form, add_special_tokens=False).tokens, weight))
-    merges = joining_merges(words, old, old_merges)
+    # Characters first: bytes joined across the edge of two would meet in much other text.
+    characters = [(group, 1) for pieces, _ in words for group in split_characters(pieces)]
+    merges = joining_merges(characters, old, old_merges)
+    ranks = {merge: rank for rank, merge in enumerate([*old_merges, *merges])}
+    words = [(apply_merges(pieces, ranks), weight) for pieces, weight in words]
+    merges += joining_merges(words, old, [*old_merges, *merges])
     parts = {token: [index] for token, index in old.items()}
     # An id is given to an added token by its place after the model's entries, unless it is one of those.
     for entry in made.description["added_tokens"]:

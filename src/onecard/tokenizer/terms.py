@@ -113,8 +113,19 @@ def to_symbols(text: str) -> list[str]:
 
 def within_a_character(token: str) -> bool:
     """Whether a token of two bytes or more can only be (part of) one character: no character begins inside it."""
-    values = [_BYTES[symbol] for symbol in token]
+    values = [_BYTES.get(symbol, 0) for symbol in token]
     return all(0x80 <= value < 0xC0 for value in values[1:]) and values[0] >= 0x80
+
+
+def split_characters(pieces: Sequence[str]) -> list[list[str]]:
+    """The groups of pieces that are one character each, of those that a byte-level tokenizer has no entry for."""
+    groups: list[list[str]] = []
+    for piece in pieces:
+        if groups and 0x80 <= _BYTES.get(piece[0], 0) < 0xC0:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [group for group in groups if len(group) > 1 and within_a_character("".join(group))]
 
 
 # --- merges -------------------------------------------------------------------------------------------------------
@@ -150,19 +161,19 @@ def joining_merges(
     """Merges, in order, that join every (pieces, weight) to one: as BPE is trained, till nothing is left to join.
 
     They follow those of `after`, which leave the pieces as they are. A pair whose result is `known` goes first, because
-    it needs no new entry; then the heaviest; then the first seen.
+    it needs no new entry; then the heaviest; then the longest, which occurs least elsewhere; then the first seen.
     """
     parts = [list(pieces) for pieces, _ in words]
     weights = [weight for _, weight in words]
     counts: Counter[Merge] = Counter()
     places: dict[Merge, set[int]] = {}
     order: dict[Merge, int] = {}
-    heap: list[tuple[bool, int, int, Merge]] = []
+    heap: list[tuple[bool, int, int, int, Merge]] = []
     ranks = {merge: rank for rank, merge in enumerate(after)}
     old = len(ranks)
 
     def push(pair: Merge) -> None:
-        heapq.heappush(heap, (pair[0] + pair[1] not in known, -counts[pair], order[pair], pair))
+        heapq.heappush(heap, (pair[0] + pair[1] not in known, -counts[pair], -len("".join(pair)), order[pair], pair))
 
     def change(index: int, sign: int) -> None:
         for pair in pairwise(parts[index]):
@@ -175,7 +186,7 @@ def joining_merges(
     for pair in list(counts):
         push(pair)
     while heap:
-        _, weight, _, pair = heapq.heappop(heap)
+        _, weight, _, _, pair = heapq.heappop(heap)
         if counts[pair] <= 0 or -weight != counts[pair]:
             continue
         ranks.setdefault(pair, len(ranks))

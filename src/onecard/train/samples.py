@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from onecard.model.attention import own_attention
+from onecard.model.load import rows_without_token
 
 
 def continuation_sampler(
@@ -25,6 +26,7 @@ def continuation_sampler(
     falls into.
     """
 
+    spare = rows_without_token(tokenizer, model.get_input_embeddings().weight.shape[0])
     positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
 
     def sample() -> list[tuple[str, str]]:
@@ -43,6 +45,7 @@ def continuation_sampler(
                     repetition_penalty=1.2,
                     pad_token_id=tokenizer.pad_token_id,
                     eos_token_id=stop_ids,
+                    **({"suppress_tokens": spare} if spare else {}),
                 )
                 made.append((shown, tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)))
         return made
