@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onecard import console
-from onecard.config import TrainingConfig
+from onecard.config import FinetuneConfig, TrainingConfig
 from onecard.errors import DoesNotFit, OnecardError
 from onecard.plan.job import Engine, Job, Memory, Target
 from onecard.train import relief
@@ -124,16 +124,11 @@ def job_of(task: Task, config: TrainingConfig) -> Job:
         update_tokens=task.defaults.update_tokens,
         device=task.precision.device,
     )
-    rank = getattr(config, "lora_rank", 0)
     return Job(
         model=task.architecture(),
         batch_size=batch,
         max_length=task.rows.max_length,
         gradient_accumulation_steps=accumulation,
-        method="full" if not rank else "lora" if getattr(config, "quantization", "none") == "none" else "qlora",
-        dora=getattr(config, "decomposed", False),
-        lora_rank=rank,
-        target_modules=tuple(getattr(config, "target_modules", ())),
         packed=task.packing is not False,
         precision=task.precision.name,  # type: ignore[arg-type]
         evaluation=task.held_out is not None,
@@ -141,7 +136,20 @@ def job_of(task: Task, config: TrainingConfig) -> Job:
         engine=Engine(compiled=config.compile),
         optimizer=optimizer_of(config, task.defaults),  # type: ignore[arg-type]
         **ways_of(config),
+        **adapters_of(config),
     )
+
+
+def adapters_of(config: TrainingConfig) -> dict[str, Any]:
+    """What a job knows of adapters; nothing where all weights are trained."""
+    if not isinstance(config, FinetuneConfig) or not config.lora_rank:
+        return {}
+    return {
+        "method": "lora" if config.quantization == "none" else "qlora",
+        "lora_rank": config.lora_rank,
+        "target_modules": tuple(config.target_modules),
+        "dora": config.decomposed,
+    }
 
 
 def ways_of(config: TrainingConfig) -> dict[str, Any]:
@@ -224,9 +232,8 @@ def _as_settings(job: Job, changed: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-# What a run can be told; adapters are for models that exist already.
+# Adapters are for models that exist already.
 _OF_PRETRAINING = tuple(name for name in relief.EVERY if name not in ("lora", "qlora"))
-_OF_FINETUNING = tuple(name for name in relief.EVERY if name != "qlora")
 
 
 def _refuse(task: Task, job: Job, outlook: Outlook, memory_of: MemoryOf) -> None:
@@ -240,7 +247,7 @@ def _refuse(task: Task, job: Job, outlook: Outlook, memory_of: MemoryOf) -> None
     if not task.config.check_memory:
         console.warn(f"{what} check_memory = false: it is tried all the same.")
         return
-    measures = _OF_PRETRAINING if task.verb == "pretrain" else _OF_FINETUNING
+    measures = _OF_PRETRAINING if task.verb == "pretrain" else relief.EVERY
     found = relief.relieved(job, lambda one: memory_of(one).peak_reserved_bytes <= outlook.room_bytes, measures)
     fault = DoesNotFit(what, f"{_remedy(job, found)} To try all the same: check_memory = false.")
     fault.document = {
@@ -263,6 +270,7 @@ def in_settings(changes: dict[str, Any], found: Job) -> dict[str, Any]:
     made = {name: value for name, value in changes.items() if name not in ("method", "longest_tokens")}
     if "method" in changes:
         made["lora_rank"] = found.lora_rank
+        made |= {"quantization": "nf4"} if found.method == "qlora" else {}
     if changes.get("optimizer_in_backward"):
         made["max_grad_norm"] = 0
     return made

@@ -52,7 +52,7 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
         subjects = [of_model(config, on, base)]
     if config.longest_context:
         return _longest_context(config, subjects[0], on, memory)
-    return _plan(config, [planned(subject, on, memory, explain=len(subjects) == 1) for subject in subjects])
+    return _plan(config, [planned(subject, on, memory, explain=config.output is not None) for subject in subjects])
 
 
 def _with_table(config: PlanConfig, recipe: Recipe) -> PlanConfig:

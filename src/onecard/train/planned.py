@@ -117,7 +117,8 @@ def planned(subject: Subject, target: Target, memory: MemoryOf, *, explain: bool
     if chosen.margin_bytes < 0:
         would = relief.relieved(chosen.job, lambda job: asked.of(job).fits)
         would_fit = None if would is None else asked.of(would)
-    saved = tuple(savings(chosen.job, target, memory, clipping=subject.clipping)) if explain or would_fit else ()
+    wanted = explain or chosen.margin_bytes < 0
+    saved = tuple(savings(chosen.job, target, memory, clipping=subject.clipping)) if wanted else ()
     return Planned(subject, target, chosen, others, saved, would_fit)
 
 

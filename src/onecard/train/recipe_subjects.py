@@ -89,8 +89,9 @@ def of_recipe(recipe: Recipe, config: PlanConfig, target: Target) -> list[Subjec
             f"{recipe.path} trains nothing.", "Plan a recipe with [pretrain] or [finetune], or give --model."
         )
     changes = {name: getattr(config, name) for name in SHARED if name in config.model_fields_set}
-    if config.method == "lora":
+    if config.method != "full":
         changes.setdefault("lora_rank", config.lora_rank)
+        changes["quantization"] = "nf4" if config.method == "qlora" else "none"
     made: list[Subject] = []
     for stage in present:
         if stage == "pretrain":
@@ -221,20 +222,17 @@ def _of_stage(
     """The update that a run of the stage would begin with, on that target; max_steps wins over `tokens`."""
     usual = settings.model_copy(update=foresight.usual_settings(settings))
     batch, steps = batch_shape(usual, row_tokens=row_tokens, update_tokens=update_tokens, device=target.device)
-    rank = getattr(settings, "lora_rank", 0)
     job = Job(
         model=model,
         batch_size=batch,
         max_length=row_tokens,
         gradient_accumulation_steps=steps,
-        method="lora" if rank else "full",
-        lora_rank=rank,
-        target_modules=tuple(getattr(settings, "target_modules", ())),
         packed=getattr(settings, "packing", True) is not False,
         optimizer=optimizer if settings.optimizer == "auto" else settings.optimizer,  # type: ignore[arg-type]
         device=target.device,
         engine=Engine(compiled=settings.compile),
         **foresight.ways_of(usual),
+        **foresight.adapters_of(settings),
     )
     chosen = formats(job, target)[0] if settings.precision == "auto" else settings.precision
     if settings.max_steps != "auto":
