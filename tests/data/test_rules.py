@@ -56,6 +56,7 @@ def test_normalise(before: str, after: str) -> None:
         ("話說天下大勢，分久必合，合久必分。", "zh-Hant"),
         ("學而時習之，不亦說乎？有朋自遠方來，不亦樂乎？", "zh-Hant"),
         ("学而时习之，不亦说乎？有朋自远方来，不亦乐乎？", "zh"),
+        ("报告结果是:HBsAg(+),HBsAb(-),HBeAg(+),HBeAb(-),HBcAb(+)", "zh"),
         ("一般般···", "zh"),
         ("天下太平", "zh"),  # the same in both
     ],

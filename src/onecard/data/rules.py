@@ -256,7 +256,10 @@ def language_by(text: str, counts: Counts) -> str:
         return "zh-Hant" if _is_traditional(_sample(text)) else "zh"
     if counts.latin < 0.97 * (letters - han):
         return "other"
-    return "en" if _is_english(_sample(text).lower().split()) else "other"
+    words = _sample(text).lower().split()
+    if han and _ENGLISH_WORDS.isdisjoint(words):
+        return "zh"  # Latin names and abbreviations in a Chinese sentence
+    return "en" if _is_english(words) else "other"
 
 
 def _is_traditional(text: str) -> bool:
