@@ -226,10 +226,12 @@ def test_a_second_run_at_the_same_time_is_refused(folder: Path) -> None:
 
 def test_what_a_run_decides_is_not_a_setting_of_a_stage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "recipe.toml").write_text(RECIPE + 'overwrite = true\noutput = "elsewhere"\n')
-    assert states(folder) == ["done", "done"]
+    assert states(folder, "clean.dry_run=5") == ["done", "done"]
+    assert states(folder, "clean.workers=1") == ["skipped", "skipped"]
     err = capsys.readouterr().err
     assert "overwrite in [tokenizer] is not honoured" in err
     assert "output in [tokenizer] is not honoured" in err
+    assert "dry_run in [clean] is not honoured" in err
     assert not (folder / "elsewhere").exists()
 
 

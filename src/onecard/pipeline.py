@@ -40,11 +40,11 @@ from onecard.settings import Settings, Source, build, nearest, read_toml, relati
 
 STATE = "pipeline.json"
 # What the walk itself decides: not settings of a recipe's stages.
-SET_BY_RUN = {"output", "overwrite"}
+SET_BY_RUN = {"output", "overwrite", "dry_run"}
 # So many results of a stage that a change replaced stay in previous/.
 KEPT_BEFORE = 2
 # What decides nothing about a stage's content.
-_FREE = SET_BY_RUN | {"keep_last", "keep_best", "keep_every", "log_every"}
+_FREE = SET_BY_RUN | {"workers", "keep_last", "keep_best", "keep_every", "log_every"}
 _FREE |= {"pause_above_celsius", "when_hot", "electricity_price", "currency", "detach", "check_memory"}
 
 
