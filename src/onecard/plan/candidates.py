@@ -25,6 +25,8 @@ MEASURE_COST, DOUBLING_COST = 1.04, 1.003
 KEPT_SHARE = 1.4
 # A chunk of logits, as it is computed, widened and turned into gradients.
 CHUNK_BYTES = 768 << 20
+# What a driver and libraries take of a card.
+CONTEXT_BYTES = 600 << 20
 # Of the free memory of the host so much may be pinned for what a card has no room for.
 HOST_SHARE = 0.8
 # More micro-batch sizes than these are not looked at.
@@ -216,7 +218,8 @@ def passing_bytes(job: Job, shape: Shape | None = None) -> tuple[int, int]:
     layer = kept_values(replace(job, activation_checkpointing="none"), shape) / shape.layers
     grows += 2 * tokens * layer * element
     logits = 0 if shape.head is None else tokens * shape.head.outputs * 8
-    constant = min(logits, CHUNK_BYTES) if job.engine.chunked_loss else 0
+    constant = CONTEXT_BYTES if job.device == "cuda" else 0
+    constant += min(logits, CHUNK_BYTES) if job.engine.chunked_loss else 0
     grows += 0 if job.engine.chunked_loss else logits
     if job.precision in ("bf16", "fp16") and job.weights != "bf16" and job.method != "qlora":
         constant += 2 * (shape.matrix_parameters + (0 if shape.head is None else shape.head.weights))

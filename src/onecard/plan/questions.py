@@ -18,9 +18,12 @@ from onecard.plan.job import Job, Method, Target
 from onecard.plan.search import MARGIN, Asked, MemoryOf
 from onecard.plan.shape import shape_of
 
+# The search for the largest model begins where weights and what belongs to them take so much of the memory.
+USUAL_SHARE = 0.85
 # Of a size that does not fit, so many larger ones are still tried: a small vocabulary can outweigh a few layers.
 TRIED_ABOVE = 2
-LONGEST_TOKENS = 1 << 20
+# Lengths are tried in such steps up to the longest, until one needs this share of what it may.
+STEP_TOKENS, LONGEST_TOKENS, FULL_SHARE = 256, 1 << 20, 0.97
 # Tokens a parameter at which a given amount of computing ends with the lowest loss (Hoffmann et al. 2022), and the
 # constants of their formula for the loss of N parameters and D tokens, E + A / N^a + B / D^b, in nats on their text.
 TOKENS_PER_PARAMETER = 20.0
@@ -84,15 +87,23 @@ def largest_model(
         job = smallest_job(config_of(order[number]), target, method, context_tokens, exact=exact, lora_rank=lora_rank)
         return asked.of(job)
 
+    each = _bytes_a_parameter(target, method, exact=exact)
     low, high = -1, len(order)  # low fits, high does not
-    found: Candidate | None = None
+    at = max(0, sum(parameters_of(name) * each < USUAL_SHARE * asked.limit_bytes for name in order) - 1)
+    step, found = 1, None
     while high - low > 1:
-        middle = (low + high) // 2
-        candidate = tried(middle)
+        candidate = tried(at)
         if candidate.fits:
-            low, found = middle, candidate
+            low, found = at, candidate
         else:
-            high = middle
+            high = at
+        if high == len(order):
+            at = min(low + step, high - 1)
+        elif low == -1:
+            at = max(high - step, 0)
+        else:
+            at = (low + high) // 2
+        step *= 2
     for number in range(high + 1, min(high + 1 + TRIED_ABOVE, len(order))):
         candidate = tried(number)
         if candidate.fits:
@@ -130,36 +141,48 @@ def smallest_job(
     )
 
 
+def _bytes_a_parameter(target: Target, method: Method, *, exact: bool) -> float:
+    """About what `smallest_job` keeps: weights, and the states of those that are trained."""
+    small = 4.0 if target.device == "cpu" else 2.0
+    if method == "full":
+        return 12.0 if exact else small + 2.06
+    return 0.7 if method == "qlora" else small
+
+
 def longest_context(job: Job, target: Target, memory: MemoryOf, *, margin: float = MARGIN) -> Answer:
-    """The longest row of which one fits at a time with the job's settings, to about a sixteenth, in steps of 256."""
+    """The longest row of which one fits at a time with the job's settings, in steps of 256, to a sixteenth or 3 %."""
     asked = Asked(memory, target, margin)
     positions = getattr(job.model.get_text_config(), "max_position_embeddings", None)
-
-    def tried(length: int) -> Candidate:
-        made = replace(job, batch_size=1, max_length=length, longest_tokens=None, device=target.device)
-        return asked.of(made)
-
-    low, high, found = 0, 512, None
-    while high <= LONGEST_TOKENS:
-        candidate = tried(high)
-        if not candidate.fits:
-            break
-        low, high, found = high, high * 2, candidate
-    while high <= LONGEST_TOKENS and high - low > max(256, low // 16):
-        middle = (low + high) // 2 // 256 * 256
-        if middle in (low, 0):
-            break
-        candidate = tried(middle)
+    needed: dict[int, int] = {}
+    low, high, at, found = 0, LONGEST_TOKENS + STEP_TOKENS, 4 * STEP_TOKENS, None
+    while high - low > max(STEP_TOKENS, low // 16):
+        made = replace(job, batch_size=1, max_length=at, longest_tokens=None, device=target.device)
+        candidate = asked.of(made)
+        needed[at] = candidate.memory.needed_bytes
         if candidate.fits:
-            low, found = middle, candidate
+            low, found = at, candidate
         else:
-            high = middle
+            high = at
+        if found is not None and found.memory.needed_bytes > FULL_SHARE * asked.limit_bytes:
+            break
+        at = min(max(_next_length(needed, asked.limit_bytes, low, high), low + STEP_TOKENS), high - STEP_TOKENS)
     if found is None:
         return Answer(None, None, f"Not even rows of 256 tokens fit on {target.name} with these settings.")
     beyond = ""
     if positions is not None and low > positions:
         beyond = f" The model itself was made for {positions:,} tokens."
     return Answer(low, found, f"Rows of {low:,} tokens fit on {target.name}, one at a time.{beyond}")
+
+
+def _next_length(needed: dict[int, int], limit: float, low: int, high: int) -> int:
+    """Where a straight line through the two answers nearest to the limit meets it; halfway, where that did not help."""
+    if len(needed) == 1:
+        return 4 * low or STEP_TOKENS
+    (length, size), (other, other_size) = sorted(needed.items(), key=lambda pair: abs(pair[1] - limit))[:2]
+    if len(needed) > 4 or size == other_size:
+        return (low + high) // 2 // STEP_TOKENS * STEP_TOKENS
+    meets = length + (limit - size) * (other - length) / (other_size - size)
+    return int(meets) // STEP_TOKENS * STEP_TOKENS
 
 
 def compute_optimal(target: Target, *, tokens: float | None = None, seconds: float | None = None) -> Optimal:
