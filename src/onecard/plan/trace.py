@@ -12,11 +12,11 @@ It does not know what is trained, nor how: who runs the step says which part and
 
 from __future__ import annotations
 
-import math
+import functools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -293,18 +293,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Operations on real tensors alone (batches of ids, whose content decides shapes) are run really. A number read from
     a tensor without content is 1, a truth value False; a mask without content selects everything.
-    `logits`: what counts as those, by shape.
+    `logits`: what counts as those, by shape. `bodies`: what operators of Python do, to be seen instead of them.
+    `casts`: element by element over several types, a CPU first copies into the common one, which a card need not.
     """
 
-    def __init__(self, *, logits: Callable[[Tensor], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        *,
+        logits: Callable[[Tensor], bool] = lambda _: False,
+        bodies: dict[Any, Callable[..., Any]] | None = None,
+        casts: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._logits = logits
+        self._logits, self._bodies, self._casts = logits, bodies or {}, casts
         self._segments = [Segment("setup")]
         self._records: list[Record] = []
         self._happenings: list[tuple[int, int]] = []
         self._living: dict[int, _Living] = {}
         self._rounds = 0
         self._elsewhere = 0
+        self._passive = False
         self._modules: list[str] = []
 
     # --- what the caller says -------------------------------------------------------------------------------------
@@ -359,10 +367,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._elsewhere -= 1
 
+    @contextmanager
+    def passive(self, on: bool = True) -> Iterator[None]:
+        """Inside, operations go by unseen and as they are, such as those that a compiler traces."""
+        before, self._passive = self._passive, on
+        try:
+            yield
+        finally:
+            self._passive = before
+
+    def active(self) -> AbstractContextManager[None]:
+        """The inverse of `passive`, inside of it."""
+        return self.passive(False)
+
     def finish(self) -> Trace:
         """The trace; what has no kind yet gets one by its life.
 
-        Made in a forward computation: activations if it outlives that part, else workspace; all else workspace.
+        Activations outlive the forward part that made them (in an evaluation: their layer), or are computed again in
+        backward; all else is workspace.
         """
         for record in self._records:
             record.kind = record.kind or self._kind(record)
@@ -398,12 +420,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _kind(self, record: Record) -> str:
         began = self._segments[record.segment]
-        if not record.again or began.part == "optimizer":
-            return "workspace"
+        if began.part == "backward":
+            return "activations" if record.again else "workspace"
         if began.part == "forward":
             passes = record.ended is not None and self._segments[record.ended].round == began.round
             return "workspace" if passes else "activations"
-        return "workspace" if record.ended == record.segment and began.part != "backward" else "activations"
+        passes = record.ended == record.segment or began.part == "optimizer"
+        return "workspace" if passes else "activations"
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
@@ -416,7 +439,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than all else together
         kwargs = kwargs or {}
+        if self._passive:
+            return func(*args, **kwargs)
         found = list(_tensors(args)) + list(_tensors(kwargs.values()))
+        if func in self._bodies:
+            with self:
+                return self._bodies[func](*args, **kwargs)
+        copies = self._copies(func, found) if self._casts else None
         if _is_real(func, found):
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
@@ -436,7 +465,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 number = self._number(tensor, func)
                 if number is not None and index < len(layers) and self._records[number].kind is None:
                     self._records[number].layer = layers[index]
+        del copies
         return out
+
+    def _copies(self, func: Any, tensors: list[Tensor]) -> list[Tensor] | None:
+        """Copies of what is not in the common type of an operation on single values."""
+        tensors = [tensor for tensor in tensors if tensor.dim() and tensor.is_floating_point()]
+        if len({tensor.dtype for tensor in tensors}) < 2 or torch.Tag.pointwise not in getattr(func, "tags", ()):
+            return None
+        common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        with self:
+            return [torch.empty_like(tensor, dtype=common) for tensor in tensors if tensor.dtype != common]
 
     def _layers_of(self, args: Any) -> list[int | None]:
         """Whose layers' the first tensors of an operation are: its results belong there too, in the same order."""
@@ -485,12 +524,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_real(func: Any, tensors: list[Tensor]) -> bool:
     """Whether an operation is run really: on real tensors that are small, whose content may decide something."""
     if not tensors:
-        return getattr(func, "overloadpacket", None) is torch.ops.aten.arange
+        return bool(getattr(func, "overloadpacket", None) is torch.ops.aten.arange)
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return False
     rank = max(tensor.dim() for tensor in tensors)
     sizes = [[1] * (rank - tensor.dim()) + list(tensor.shape) for tensor in tensors]
-    return math.prod(max(column) for column in zip(*sizes)) <= MOST_REAL_VALUES
+    count = 1
+    for column in zip(*sizes):
+        count *= max(column)
+    return count <= MOST_REAL_VALUES
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ None of this has been compared with a card yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,16 +42,20 @@ def _(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[T
 @torch.library.custom_op("onecard::card_attention_backward", mutates_args=())
 def card_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+) -> list[Tensor]:
+    """The gradients of query, key and value; and after them what the kernel takes for itself meanwhile."""
     raise NotImplementedError("for tensors without content")
 
 
 @card_attention_backward.register_fake
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+) -> list[Tensor]:
+    made = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    made += [query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(logsumexp)]
+    if key.numel() < query.numel():
+        made += [query.new_empty(query.shape), query.new_empty(query.shape)]
+    return made
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -60,12 +64,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, bias, output, logsumexp = ctx.saved_tensors
-    room = [torch.empty(query.shape, dtype=torch.float32), torch.empty_like(logsumexp)]
-    if key.numel() < query.numel():
-        room += [torch.empty_like(query), torch.empty_like(query)]
     grads = card_attention_backward(grad, query, key, value, output, logsumexp, bias)
-    del room
-    return (*grads, None)
+    return (*grads[:3], None)
 
 
 card_attention.register_autograd(_backward, setup_context=_keep)
@@ -80,7 +80,47 @@ class _CardFunctions(TorchFunctionMode):
             return _fused(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        if func is Tensor.backward:
+            return self._backward(args[0])
+        if func in _EXACT and torch.is_autocast_enabled("cpu"):
+            args, kwargs = _widened(args), dict(zip(kwargs, _widened(kwargs.values())))
         return func(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Backward with this mode on, for what is computed again there; PyTorch's own turns it off before it begins."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        first = torch.ones_like(loss)
+        with self:
+            engine.run_backward((loss,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+# What autocast computes in fp32 on a card, and in the format of its input on a CPU (as far as models use it).
+_EXACT = {
+    torch.softmax,
+    Tensor.softmax,
+    F.softmax,
+    torch.log_softmax,
+    Tensor.log_softmax,
+    F.log_softmax,
+    F.layer_norm,
+    F.group_norm,
+    F.cross_entropy,
+    F.nll_loss,
+    torch.pow,
+    Tensor.pow,
+    torch.rsqrt,
+    Tensor.rsqrt,
+    torch.exp,
+    Tensor.exp,
+    torch.sum,
+    Tensor.sum,
+    F.softplus,
+}
+
+
+def _widened(values: Iterable[Any]) -> tuple[Any, ...]:
+    low = (torch.float16, torch.bfloat16)
+    return tuple(value.float() if isinstance(value, Tensor) and value.dtype in low else value for value in values)
 
 
 def _fused(

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onecard.data.batches import RowOrder
 from onecard.data.packing import RowBatch, Segment
 from onecard.model import attention
+from onecard.model.document_attention import document_attention, document_attention_backward
 from onecard.model.load import silence_transformers
+from onecard.model.lora import linear_layers
 from onecard.model.loss import head_of
+from onecard.plan import allocator
 from onecard.plan.job import Job, Memory
 from onecard.plan.trace import NotPeriodic, Recorder, Trace
-from onecard.train import eight_bit, muon, optimizers
+from onecard.train import eight_bit, fake_compiled, four_bit, muon, optimizers, other_tools
 from onecard.train.activations import Activations
 from onecard.train.compilation import decoder_layers
 from onecard.train.fake_card import HostMover, fake_card, replaced
@@ -42,31 +46,70 @@ from onecard.train.schedule import Schedule
 # Traced around the block of layers that is repeated: so many before it, and after it. The first that is exact is taken.
 _MARGINS = (1, 2, 3)
 _LONGEST_PERIOD = 8
+# What libraries keep is about the same on all cards before Hopper.
+_CAPABILITY = (8, 6)
 # More micro-batches than this hold no more: the second finds the gradients of the first.
 _MICRO_BATCHES = 2
 
 
 def memory(job: Job) -> Memory:
     """What the update holds at its peak and over its course, in bytes."""
-    from onecard.plan import allocator
-
     trace = trace_of(job)
     peak = trace.peak()
-    reserved = peak.bytes
+    allocated = reserved = peak.bytes
+    context = 0
     if job.device == "cuda":
-        reserved = allocator.simulate(trace.events()).peak_reserved_bytes
+        usage = allocator.simulate(_from_the_beginning(trace))
+        allocated, reserved = usage.peak_allocated_bytes, usage.peak_reserved_bytes
+        context = allocator.context_bytes(_CAPABILITY)
     return Memory(
-        peak_allocated_bytes=peak.bytes,
+        peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
-        context_bytes=0,
+        context_bytes=context,
         breakdown=peak.breakdown,
         moments=trace.moments(),
         largest=peak.largest,
     )
 
 
+def _from_the_beginning(trace: Trace) -> Iterator[tuple[int, int]]:
+    """What an allocator sees of the first two updates and an evaluation.
+
+    States come into being at the end of the first update, in the holes that its activations left; those of the second
+    one do not fit there any more. That is most of what is reserved and not used.
+    """
+    records = trace.records
+    there = {number for number, record in enumerate(records) if record.segment == 0}
+    states = [number for number in sorted(there) if records[number].kind == "optimizer"]
+    yield from ((-1 - index, size) for index, size in enumerate(allocator.workspace_bytes(_CAPABILITY)))
+    yield from ((number, records[number].bytes) for number in sorted(there - set(states)))
+    made = False
+    for update in range(2):
+        for segment, number in trace.happenings:
+            where, record = trace.segments[segment], number if number >= 0 else ~number
+            if record in there or (where.part == "evaluation" and not update):
+                continue
+            if where.part == "optimizer" and where.round > 1 and not made:
+                yield from ((state, records[state].bytes) for state in states)
+                made = True
+            id_ = record + update * len(records)
+            yield (id_, records[record].bytes) if number >= 0 else (id_, 0)
+
+
 def trace_of(job: Job, *, traced_layers: int | None = None) -> Trace:
-    """The trace of the update. `traced_layers`: how many layers are run (for tests); None: as few as are exact."""
+    """The trace of the update. `traced_layers`: how many layers are run (for tests); None: as few as are exact.
+
+    Models that have no place for the boundaries of packed documents are padded, as they are in a run.
+    """
+    if not _packs(job):
+        return _trace(job, traced_layers)
+    try:
+        return _trace(job, traced_layers)
+    except (AssertionError, TypeError, NotImplementedError):
+        return _trace(replace(job, packed=False, longest_tokens=None), traced_layers)
+
+
+def _trace(job: Job, traced_layers: int | None) -> Trace:
     layers = int(_text(job.model).num_hidden_layers)
     if traced_layers is not None:
         return _step(job, traced_layers)
@@ -83,6 +126,23 @@ def trace_of(job: Job, *, traced_layers: int | None = None) -> Trace:
         except NotPeriodic:
             continue
     return _step(job, layers)
+
+
+def held_bytes(job: Job) -> tuple[Loop, int]:
+    """The same loop on real tensors, for who measures a small model; and the bytes of its weights and states."""
+    recorder = Recorder()
+    with _quiet():
+        loop, handles = _loop(job, job.model, _Rows(job), recorder, fake=False)
+    for handle in handles:
+        handle.remove()
+    assert isinstance(loop.objective, _Watched)
+    loop.objective = loop.objective.inner
+    found: list[Tensor] = [*loop.model.parameters(), *loop.model.buffers()]
+    for unit in loop.optimizers.units:
+        for state in unit.part.state.values():
+            found += [value for value in state.values() if isinstance(value, Tensor)]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
+    return loop, sum(storages.values())
 
 
 # --- which layers are alike ---------------------------------------------------------------------------------------
@@ -143,7 +203,11 @@ def _step(job: Job, layers: int) -> Trace:
     def is_logits(tensor: Tensor) -> bool:
         return tensor.dim() >= 2 and tensor.shape[-1] == vocabulary and tensor.is_floating_point()
 
-    recorder = Recorder(logits=is_logits)
+    bodies = {
+        torch.ops.onecard.document_attention.default: document_attention._init_fn,
+        torch.ops.onecard.document_attention_backward.default: document_attention_backward._init_fn,
+    }
+    recorder = Recorder(logits=is_logits, bodies=bodies, casts=job.device == "cpu")
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -151,8 +215,10 @@ def _step(job: Job, layers: int) -> Trace:
         if job.device == "cuda":
             stack.enter_context(fake_card(recorder))
         stack.enter_context(replaced(eight_bit, "ranges", _few_ranges))
-        loop, handles = _loop(job, config, rows, recorder)
+        loop, handles = _loop(job, config, rows, recorder, fake=True)
         try:
+            if job.activation_offload:
+                loop.update(0)  # only then does the window know how much a layer saves
             recorder.begin("optimizer")
             recorder.settle()
             loop.update(0)
@@ -208,10 +274,10 @@ class _Rows:
         return [Segment(0, end, end + 1)]
 
 
-def _loop(job: Job, config: Any, rows: _Rows, recorder: Recorder) -> tuple[Loop, list[Any]]:
+def _loop(job: Job, config: Any, rows: _Rows, recorder: Recorder, *, fake: bool) -> tuple[Loop, list[Any]]:
     """The loop of a run with this job, as after its first update; and the hooks that tell where it is."""
     format_ = Precision(job.precision, "cpu", 1.0)
-    model = _model(job, config, format_)
+    model = _model(job, config, format_, fake=fake)
     ways = Activations(
         checkpointing=job.activation_checkpointing,
         offload=job.activation_offload and job.device == "cuda",
@@ -220,8 +286,10 @@ def _loop(job: Job, config: Any, rows: _Rows, recorder: Recorder) -> tuple[Loop,
     )
     ways.apply(model)
     handles = _watch(model, recorder)
+    if fake and job.engine.compiled and job.packed:  # padded rows differ in width and are not compiled
+        fake_compiled.imitate(model, recorder)
     chosen = _optimizers(job, model)
-    _take_a_step(chosen, model, recorder)
+    _take_a_step(chosen, model, recorder, keep_gradients=job.engine.keeps_gradients)
     loop = Loop(
         run=Path("a run that is not there"),
         model=model,
@@ -232,7 +300,7 @@ def _loop(job: Job, config: Any, rows: _Rows, recorder: Recorder) -> tuple[Loop,
         optimizers=chosen,
         saving=ways.saving,
         schedule=Schedule("constant", 4, 0.0, 0.0, 0.0),
-        precision=format_,
+        precision=format_ if job.engine.autocast else Precision("fp32", "cpu", 1.0),
         settings=LoopSettings(
             max_steps=4,
             batch_size=job.batch_size,
@@ -250,13 +318,13 @@ def _loop(job: Job, config: Any, rows: _Rows, recorder: Recorder) -> tuple[Loop,
 # --- its parts ----------------------------------------------------------------------------------------------------
 
 
-def _model(job: Job, config: Any, format_: Precision) -> Any:
-    """The model on fake tensors, in its format, with adapters, and attending as the job says."""
+def _model(job: Job, config: Any, format_: Precision, *, fake: bool) -> Any:
+    """The model, on tensors without content if `fake`, in its format, with adapters, and attending as the job says."""
     from transformers.initialization import no_init_weights
 
     ways = {"packed": "sdpa", "sdpa": "sdpa", "eager": "eager"}
     kind = _kind_of(config)
-    with no_init_weights():
+    with no_init_weights() if fake else nullcontext():
         try:
             model: Any = kind.from_config(config, dtype=torch.float32, attn_implementation=ways[job.engine.attention])
         except ValueError:  # capped logits: no fused attention
@@ -265,15 +333,23 @@ def _model(job: Job, config: Any, format_: Precision) -> Any:
     model.train()
     if _packs(job):
         model.set_attn_implementation(attention.PACKED)
+    frozen: list[str] = []
     if job.method != "full":
+        frozen = linear_layers(model)
         _add_adapters(job, model)
+        if job.engine.adapters == "bf16":
+            other_tools.adapters_in(model, torch.bfloat16)
     convert(model, format_, emulate=True)
     if job.weights is not None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.weights]
         frozen_only = job.method != "full"
         for parameter in model.parameters():
-            if parameter.ndim >= 2 and not (frozen_only and parameter.requires_grad):
+            converted = parameter.ndim >= 2 or not job.engine.autocast
+            if converted and not (frozen_only and parameter.requires_grad):
                 parameter.data = parameter.data.to(dtype)
+    if job.method == "qlora":
+        engine = job.engine
+        four_bit.quantize(model, frozen, double=engine.double_quantization, keeps_inputs=engine.keeps_quantized_inputs)
     return model
 
 
@@ -302,7 +378,7 @@ def _add_adapters(job: Job, model: Any) -> None:
     # Adapters are made where they stay, and parameters without content cannot be moved.
     with replaced(torch.nn.Module, "to", lambda module, *_, **__: module):
         if not job.dora:
-            lora.add(model, job.lora_rank, 2.0 * job.lora_rank, 0.0, list(job.target_modules))
+            lora.add(model, job.lora_rank, 2.0 * job.lora_rank, job.lora_dropout, list(job.target_modules))
             return
         ends = job.target_modules or {name.rpartition(".")[2] for name in lora.linear_layers(model)}
         settings = LoraConfig(r=job.lora_rank, lora_alpha=2 * job.lora_rank, target_modules=sorted(ends), use_dora=True)
@@ -321,6 +397,8 @@ def _optimizers(job: Job, model: Any) -> optimizers.Optimizers:
         in_backward=job.optimizer_in_backward,
         gradients=job.gradients,
     )
+    if other_tools.needs_states_like_weights(job):
+        other_tools.states_like_weights(made, fused=job.engine.fused_optimizer)
     for unit in made.units:
         if job.optimizer == "sgd":
             unit.part = torch.optim.SGD([{"params": unit.targets, "lr": 1e-4, "decays": True}])
@@ -332,7 +410,7 @@ def _optimizers(job: Job, model: Any) -> optimizers.Optimizers:
     return made
 
 
-def _take_a_step(chosen: optimizers.Optimizers, model: Any, recorder: Recorder) -> None:
+def _take_a_step(chosen: optimizers.Optimizers, model: Any, recorder: Recorder, *, keep_gradients: bool) -> None:
     """Let states come into being, and say what they and the weights are."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in chosen.units:
@@ -346,9 +424,13 @@ def _take_a_step(chosen: optimizers.Optimizers, model: Any, recorder: Recorder) 
             for key, value in unit.part.state.get(target, {}).items():
                 if isinstance(value, Tensor):
                     recorder.claim(value, "optimizer", f"{key} of {short}", layer)
+    if keep_gradients:
+        other_tools.keep_gradients(chosen)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         layer, short = _place(name)
         recorder.claim(tensor, "parameters", short, layer)
+        if tensor.grad is not None:
+            recorder.claim(tensor.grad, "gradients", f"gradient of {short}", layer)
 
 
 def _place(name: str) -> tuple[int | None, str]:
@@ -363,6 +445,10 @@ def _place(name: str) -> tuple[int | None, str]:
 
 
 def _objective(job: Job, model: Any) -> Objective:
+    if job.engine.keeps_logits and _is_language_model(job.model):
+        head = head_of(model)
+        assert head is not None
+        return other_tools.KeptLogits(head, packed=_packs(job), compiled=job.engine.compiled)
     if job.engine.chunked_loss and _is_language_model(job.model):
         made = NextToken(padded=not _packs(job))
         made._head_known = head_of(model) is not None  # the proof needs numbers
@@ -392,7 +478,7 @@ class _Watched(Objective):
     """Tells a recorder which part of the step it is in."""
 
     def __init__(self, inner: Objective, recorder: Recorder) -> None:
-        self._inner, self._recorder = inner, recorder
+        self.inner, self._recorder = inner, recorder
 
     def loss(
         self, model: torch.nn.Module, batch: RowBatch, *, scale: float, device: str, row_tokens: int, learn: bool = True
@@ -400,7 +486,7 @@ class _Watched(Objective):
         """That of the inner one."""
         recorder = self._recorder
         recorder.begin("forward" if learn else "evaluation")
-        made = self._inner.loss(model, batch, scale=scale, device=device, row_tokens=row_tokens, learn=learn)
+        made = self.inner.loss(model, batch, scale=scale, device=device, row_tokens=row_tokens, learn=learn)
 
         def backward(_: Tensor) -> None:
             recorder.begin("backward")
@@ -413,7 +499,7 @@ class _Watched(Objective):
 
     def begin(self, model: torch.nn.Module, batches: Iterable[RowBatch], *, device: str, row_tokens: int) -> None:
         """That of the inner one."""
-        self._inner.begin(model, batches, device=device, row_tokens=row_tokens)
+        self.inner.begin(model, batches, device=device, row_tokens=row_tokens)
 
 
 def _watch(model: Any, recorder: Recorder) -> list[Any]:
