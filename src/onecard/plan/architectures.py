@@ -91,4 +91,5 @@ def _found(name: str) -> str:
 
 def _values(name: str) -> dict[str, Any]:
     table = _tables()[name]
-    return (_values(table["like"]) if "like" in table else {}) | table["config"]
+    like: dict[str, Any] = _values(table["like"]) if "like" in table else {}
+    return {**like, **table["config"]}

@@ -22,10 +22,12 @@ class Engine:
     compiled: bool = True
     fused_optimizer: bool = True  # False: a copy for each list of tensors (foreach)
     # What only other tools do.
+    autocast: bool = True  # False: every parameter has the format of `weights`, and products that of their inputs
     keeps_logits: bool = False  # with chunked_loss: every chunk's logits wait for backward, in the products' format
     states_like_weights: bool = False  # the optimizer's states have the format of the weights, such as bf16
     adapters: Literal["fp32", "bf16"] = "fp32"
     keeps_gradients: bool = False  # set to zero after an update, not freed
+    tensor_by_tensor: bool = False  # Adafactor goes from tensor to tensor, where PyTorch's takes lists of them
     double_quantization: bool = True  # QLoRA: the scales of blocks are in 8 bits
     keeps_quantized_inputs: bool = False  # QLoRA: inputs of frozen products wait for backward (bitsandbytes <= 0.41)
 

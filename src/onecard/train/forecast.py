@@ -406,7 +406,7 @@ def _optimizers(job: Job, model: Any) -> optimizers.Optimizers:
             if isinstance(unit.part, torch.optim.AdamW) and not job.engine.fused_optimizer:
                 group |= {"fused": False, "foreach": True}
             elif isinstance(unit.part, torch.optim.Adafactor):
-                group["foreach"] = job.device == "cuda"  # its own choice on a card
+                group["foreach"] = job.device == "cuda" and not job.engine.tensor_by_tensor
     return made
 
 
