@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onecard.config import CleanConfig
 from onecard.data.steps import Outcome, Steps
@@ -153,7 +155,7 @@ def test_a_trace_tells_each_step_that_did_something() -> None:
 
 def test_conversion_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install onecard\[chinese\]"):
+    with pytest.raises(MissingExtra, match=r"pip install 'onecard\[chinese\]'"):
         steps(chinese="simplified")
 
 
@@ -188,3 +190,27 @@ def test_unlike_the_reference(tmp_path: Path) -> None:
     reference.write_text("太短", encoding="utf-8")
     with pytest.raises(DataError, match="at least 20,000 characters"):
         steps(reference=reference.rename(tmp_path / "short.txt"))
+
+
+FRAGMENTS = [
+    "上一篇：", "首页", "登录", "|", "```", "\n", "\n\n", " ", "\u3000", "沙发", "顶", "楼主", "加微信：abc12345",
+    "二维码", "。", "！", "版权所有",
+    "13812345678", "@", "a.b@c.com", "1.2.3.4", "QQ", "Click here to buy", "\ud800", "\u200d", "\xa0", "Ã©", "é", "#", "-",
+    "责任编辑：", "关注",
+    "点击上方“", "”", "11010519491231002X", "中文", "English words", "繁體字", "かな", "😀",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_text(parts: list[str]) -> None:
+    text = "".join(parts)
+    made = steps(minimum_characters=0)
+    outcome = made.apply(text)
+    assert outcome == made.apply(text)
+    assert (outcome.reason is None) or outcome.reason
+    assert all(count > 0 for count in outcome.changes.values())
+    assert outcome.changes or outcome.text == text
+    trace = list(made.trace(text))
+    assert sum(change.count for change in trace) == sum(outcome.changes.values())
+    assert [change.reason for change in trace if change.reason] == ([outcome.reason] if outcome.reason else [])

@@ -226,7 +226,7 @@ class Steps:
     def __init__(self, config: CleanConfig) -> None:
         self._config = config
         if config.chinese != "keep" and importlib.util.find_spec("opencc") is None:
-            raise MissingExtra("opencc", f"chinese = {config.chinese}", install="onecard[chinese]")
+            raise MissingExtra("opencc", f"chinese = {config.chinese}", install="'onecard[chinese]'")
         if config.reference is not None:
             familiarity_with(config.reference)
 
