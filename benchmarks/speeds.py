@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gpu import PUBLISHED
 from onecard.model.presets import llama_config, preset
 from onecard.plan.architectures import architecture
 from onecard.plan.job import Job, Speed, Target
 from onecard.plan.speed import speed
 from onecard.plan.targets import target
 
-# What a large copy moved on the machine of our rows, read and written (`onecard doctor --calibrate`).
+# About what a large copy moves on the machine of our rows, read and written.
 CPU_MEMORY_BYTES_PER_SECOND = 20e9
 
 
@@ -48,41 +49,27 @@ def _smollm(batch: int, **settings: Any) -> Job:
     return Job(architecture("smollm2-135m"), batch, 1024, precision="fp32", device="cpu", **settings)
 
 
-def _named(name: str, batch: int, length: int, **settings: Any) -> Job:
-    return Job(architecture(name), batch, length, **settings)
+def _published(title: str, name: str, card: str, assumed: str, batch: int, length: int, **settings: Any) -> Row:
+    """What `make bench-gpu` sets beside its own figures."""
+    return Row(
+        title, lambda: Job(architecture(name), batch, length, **settings), PUBLISHED[name][card], card, 0.0, assumed
+    )
 
 
 # "Full bf16": weights and gradients.
-HALF = {"precision": "pure_bf16", "gradients": "bf16"}
+HALF: dict[str, Any] = {"precision": "pure_bf16", "gradients": "bf16"}
+LESS: dict[str, Any] = {**HALF, "optimizer_states": "8bit"}
+LORA: dict[str, Any] = {**HALF, "method": "lora", "lora_rank": 16, "activation_checkpointing": "full"}
 # Of the rows of `make bench`: half the tokens are answers, and the mean chat (weighted by length) has 258 tokens.
 CHATS: dict[str, Any] = {"learned_share": 0.505, "document_tokens": 258}
+SMALL, LARGE = "Qwen2.5 0.5B, full, bf16, 1,024", "Qwen2.5 1.5B, full, bf16, 1,024"
 ROWS = [
-    Row("GPT-2 124M, pretraining", lambda: _named("gpt2", 16, 1024), 106_000, "RTX 4090", assumed="16 rows, compiled"),
-    Row(
-        "Qwen2.5 0.5B, full, bf16, 1,024", lambda: _named("qwen2.5-0.5b", 4, 1024, **HALF), 40_000, "RTX 4090",
-        assumed="4 rows",
-    ),
-    Row(
-        "Qwen2.5 1.5B, full, bf16, 1,024",
-        lambda: _named("qwen2.5-1.5b", 4, 1024, optimizer_states="8bit", **HALF), 14_000, "RTX 4090",
-        assumed="4 rows, 8-bit states",
-    ),
-    Row(
-        "Qwen2.5 0.5B, full, bf16, 1,024", lambda: _named("qwen2.5-0.5b", 4, 1024, **HALF), 55_000, "RTX 5090",
-        assumed="4 rows",
-    ),
-    Row(
-        "Qwen2.5 1.5B, full, bf16, 1,024",
-        lambda: _named("qwen2.5-1.5b", 4, 1024, optimizer_states="8bit", **HALF), 17_000, "RTX 5090",
-        assumed="4 rows, 8-bit states",
-    ),
-    Row(
-        "Qwen3 8B, LoRA r16, 2,048 packed",
-        lambda: _named(
-            "qwen3-8b", 1, 2048, method="lora", lora_rank=16, activation_checkpointing="full", **HALF
-        ),
-        3_800, "RTX 5090", assumed="1 row, every layer checkpointed",
-    ),
+    _published("GPT-2 124M, pretraining", "gpt2", "RTX 4090", "16 rows, compiled", 16, 1024),
+    _published(SMALL, "qwen2.5-0.5b", "RTX 4090", "4 rows", 4, 1024, **HALF),
+    _published(LARGE, "qwen2.5-1.5b", "RTX 4090", "4 rows, 8-bit states", 4, 1024, **LESS),
+    _published(SMALL, "qwen2.5-0.5b", "RTX 5090", "4 rows", 4, 1024, **HALF),
+    _published(LARGE, "qwen2.5-1.5b", "RTX 5090", "4 rows, 8-bit states", 4, 1024, **LESS),
+    _published("Qwen3 8B, LoRA r16, 2,048 packed", "qwen3-8b", "RTX 5090", "1 row, checkpointing", 1, 2048, **LORA),
     Row("Llama 26M, pretraining, 512", _bench, 686, product_flops_per_second=180e9),
     Row("Llama 137M, 8 x 1,024", lambda: _smollm(8), 129, product_flops_per_second=178e9),
     Row(
