@@ -102,7 +102,7 @@ class InspectConfig(Settings):
     show: Literal["all", "kept", "rejected"] = setting("all", "which rows")
     reason: str = setting("", "only rows rejected for this reason, such as near_duplicate (kept: only kept ones)")
     source: str = setting("", "only rows of this source, by its name in the report")
-    language: str = setting("", "only rows in this language (zh: simplified and traditional)")
+    language: str = setting("", "only kept rows in this language (zh: simplified and traditional)")
     search: str = setting("", "only rows with this in their text or name; case does not count")
     rows: Positive = setting(20, "rows on a page")
     characters: Positive = setting(200, "so much of each text is shown")
