@@ -73,6 +73,9 @@ VERBS: dict[str, VerbEntry] = {
     "bench memory": VerbEntry(
         "onecard.train.memory_bench:memory", "MemoryBenchConfig", "", "measure each way of saving memory"
     ),
+    "export": VerbEntry(
+        "onecard.compress.export:export", "ExportConfig", "export", "write a model for llama.cpp and Ollama (GGUF)"
+    ),
     "chat": VerbEntry("onecard.serve.chat:chat", "ChatConfig", "", "talk to a model in the terminal"),
     "serve": VerbEntry(
         "onecard.serve.server:serve", "ServeConfig", "", "serve a model over an OpenAI-compatible HTTP interface"

@@ -64,9 +64,7 @@ def _unpack(path: Path, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     with artifact.new_directory(target, replace=True) as temporary:
         try:
-            # What the library says of its progress is not for the user.
-            with contextlib.redirect_stderr(io.StringIO()):
-                _convert(path, temporary)
+            _convert(path, temporary)
         # Whatever is wrong with a file that somebody else made, the library says it in its own ways.
         except (
             ValueError,
@@ -107,22 +105,42 @@ def _survey(path: Path) -> tuple[int, list[str]]:
     return sum(weights.values()), sorted(weights, key=lambda name: -weights[name])
 
 
-def _convert(path: Path, directory: Path) -> None:
+def read_tokenizer(path: Path) -> Any:
+    """The tokenizer of a GGUF file, with its chat template, as transformers reads it."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(str(path.resolve().parent), **_place(path))
+
+
+def read_model(path: Path) -> Any:
+    """The model of a GGUF file with dense fp32 weights, as transformers reads it."""
     import torch
     import transformers
 
     from onecard.model.load import silence_transformers
-    from onecard.tokenizer.template import stop_token_ids
-    from onecard.tokenizer.train import save_tokenizer
 
     silence_transformers()
-    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
-    folder = str(path.resolve().parent)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **place)
+    place = _place(path)
     # Since 5.24 weights stay packed unless they are asked for dense; before that they never did.
     if hasattr(transformers, "GgufConfig"):
         place["quantization_config"] = transformers.GgufConfig(gguf_file=path.name, dequantize=True)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place)
+    kind: Any = transformers.AutoModelForCausalLM
+    # What the library says of its progress is not for the user.
+    with contextlib.redirect_stderr(io.StringIO()):
+        return kind.from_pretrained(str(path.resolve().parent), dtype=torch.float32, **place)
+
+
+def _place(path: Path) -> dict[str, Any]:
+    return {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+
+
+def _convert(path: Path, directory: Path) -> None:
+    import transformers
+
+    from onecard.tokenizer.template import stop_token_ids
+    from onecard.tokenizer.train import save_tokenizer
+
+    tokenizer, model = read_tokenizer(path), read_model(path)
     stops = stop_token_ids(tokenizer)
     if stops:
         model.config.eos_token_id = stops[0] if len(stops) == 1 else stops
