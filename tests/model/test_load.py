@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,17 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_model_directory: Path) -> 
     tokenizer.add_tokens(["<|another|>"])
     with pytest.raises(ArtifactError, match="do not belong together"):
         check_tokenizer_fits(tokenizer, model, tiny_model_directory)
+
+
+def test_torchao_is_not_imported_with_a_model_and_is_there_for_who_wants_it() -> None:
+    """Transformers would import it for a kind of weights that is not read here: a second or two of every start."""
+    code = """
+import sys
+from onecard.model.load import silence_transformers
+silence_transformers()
+from transformers import LlamaForCausalLM
+assert "torchao" not in sys.modules
+import importlib.util
+assert importlib.util.find_spec("torchao") is not None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,7 @@ from onecard.errors import OnecardError
 from onecard.model import attention
 from onecard.train import checkpoint, loop, optimizers
 from onecard.train.loop import Loop, LoopSettings
-from onecard.train.objectives import NextToken
+from onecard.train.objectives import NextToken, Objective
 from onecard.train.precision import Precision
 from onecard.train.schedule import Schedule
 from onecard.train.watchdog import Limits, Watchdog
@@ -174,7 +174,7 @@ def test_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float,
 # --- evaluation ---------------------------------------------------------------------------------------------------
 
 
-class _FixedLoss:
+class _FixedLoss(Objective):
     """A loss of 1 for each label of rows with four, of 3 for each label of others."""
 
     def loss(self, model: Any, batch: RowBatch, *, scale: float, row_tokens: int, **_: Any) -> torch.Tensor:
@@ -306,7 +306,7 @@ def test_a_roll_back_goes_on_with_other_rows_and_is_exact_after_a_crash(
             keep_last=9,
             roll_back_learning_rate_factor=0.5,
         )
-        monkeypatch.setattr(made.control, "due", lambda step: [])
+        monkeypatch.setattr(made.control, "due", lambda *_: [])
         return made
 
     whole = fresh("whole")

@@ -57,6 +57,14 @@ def test_float8_is_had_from_8_9_on_and_all_else_everywhere() -> None:
     assert all(unfit(name, None) is None for name in ("fp32", "bf16", "fp16", "pure_bf16"))
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What an earlier calibration kept: nothing, where a test adds nothing."""
+    rates: dict[str, float] = {}
+    monkeypatch.setattr(precision, "known", lambda: rates)
+    return rates
+
+
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A machine without a card whose rates are set by the test."""
@@ -198,3 +206,18 @@ def test_one_slow_moment_does_not_choose_the_format(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(precision, "default_device", lambda: "cpu")
     chosen = choose("auto")
     assert (chosen.name, chosen.flops_per_second) == ("fp32", 100e9)
+
+
+def test_what_a_calibration_kept_is_not_measured_again(
+    kept: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+    monkeypatch.setattr(precision, "default_device", lambda: "cpu")
+    monkeypatch.setattr(precision, "matrix_rate", lambda dtype, _: measured.append(dtype) or 7e9)
+    kept |= {"fp32_flops_per_second": 80e9, "bf16_flops_per_second": 240e9}
+    assert choose("auto") == Precision("bf16", "cpu", 240e9)
+    assert choose("fp32") == Precision("fp32", "cpu", 80e9)
+    assert measured == []
+    assert choose("fp16") == Precision("fp16", "cpu", 7e9)  # which calibration on a processor leaves out
+    assert measured == [torch.float16]
+    assert "fp16 products run at 7 GFLOP/s here, fp32 at 80" in capsys.readouterr().err

@@ -63,6 +63,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(presets.PRESETS, SIZE, presets.Preset(SIZE, layers=2, width=32, heads=2, key_value_heads=1))
     patch.setattr("onecard.report.Page.figure", lambda *_, **__: None)
     patch.setattr("onecard.train.precision.matrix_rate", lambda *_: 1e9)
+    patch.setattr("onecard.train.precision.known", dict)
     patch.setattr("onecard.train.foresight.forecast", lambda: foretold)
 
 
@@ -195,6 +196,7 @@ def _enter(verb: str, settings: dict[str, Any], stop: Stop | None, errors: str, 
     add_tiny_size()
     report.Page.figure = lambda *_, **__: None  # type: ignore[method-assign]  # drawing is half of the time
     precision.matrix_rate = lambda *_: 1e9
+    precision.known = dict
     foresight.forecast = lambda: foretold
     if stop is not None:
         _arm(stop)

@@ -5,6 +5,7 @@ A path may be a model directory, a run directory (its model/ is taken) or a GGUF
 
 from __future__ import annotations
 
+import sys
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,15 +63,13 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
             f"{path} holds no tokenizer (no tokenizer.json).",
             "Give a directory written by `onecard tokenizer train`, or a complete model directory.",
         )
+    silence_transformers()
     from transformers import AutoTokenizer
 
-    silence_transformers()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as fault:
-        raise ArtifactError(
-            f"The tokenizer in {directory} cannot be read: {first_line(fault)}.", COPY_AGAIN
-        ) from fault
+        raise ArtifactError(f"The tokenizer in {directory} cannot be read: {first_line(fault)}.", COPY_AGAIN) from fault
     return tokenizer  # type: ignore[no-any-return]
 
 
@@ -92,9 +91,10 @@ def load_model(
     """The causal language model of a directory in evaluation mode; `dtype` None is fp32 (the form it is trained in)."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
     silence_transformers()
+    from transformers import AutoModelForCausalLM
+
     directory = model_directory(path)
     if not any(directory.glob("*.safetensors")):
         raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", COPY_AGAIN)
@@ -143,10 +143,12 @@ def rows_without_token(tokenizer: PreTrainedTokenizerFast, rows: int) -> list[in
 def silence_transformers() -> None:
     """Turn off transformers' own progress bars and notes; its errors stay. Only `console` speaks to the user.
 
-    So with torchao, which transformers imports where it is installed and which then says what does not fit this Python.
+    So with torchao, which says what does not fit this Python. To be called before a model class is imported: then
+    transformers would import torchao too, where it is installed, a second or two for weights that are not read here.
     """
     from transformers.utils import logging as theirs
 
+    _spare_torchao()
     logging: Any = theirs
     for name in ("torchao", "torch.utils._pytree"):
         getLogger(name).setLevel(ERROR)
@@ -155,6 +157,19 @@ def silence_transformers() -> None:
 
 
 COPY_AGAIN = "Copy or make the directory again; it is incomplete or damaged."
+
+
+def _spare_torchao() -> None:
+    """Let transformers believe that torchao is not installed, unless it has been imported already."""
+    from transformers.utils import import_utils
+
+    if "torchao" in sys.modules:
+        return
+    sys.modules["torchao"] = None  # type: ignore[assignment]
+    try:
+        import_utils.is_torchao_available()  # which remembers its answer
+    finally:
+        del sys.modules["torchao"]
 
 
 def first_line(fault: BaseException) -> str:

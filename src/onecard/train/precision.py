@@ -17,6 +17,7 @@ from torch import nn
 from onecard import console
 from onecard.errors import ConfigError, MissingExtra
 from onecard.machine.calibrate import WORTHWHILE, default_device, matrix_rate
+from onecard.machine.rates import known
 from onecard.model.load import silence_transformers
 from onecard.model.quantized import is_quantized, multiply_in
 
@@ -99,23 +100,47 @@ def choose(setting: str) -> Precision:
         torch.set_float32_matmul_precision("high")
     if (fault := unfit(setting, capability)) is not None:
         raise ConfigError(fault, "Set precision = auto, which takes what is fast here.")
+    rates = _Rates(device)
     if setting == "auto":
-        measured = ("fp32", "bf16") if capability is None else ()
-        # Twice, in turn: another program that takes the processor for a moment must not decide the format.
-        rates = dict.fromkeys(measured, 0.0)
-        for name in (*measured, *measured):
-            rates[name] = max(rates[name], matrix_rate(_PRODUCTS[name], device))
-        setting, reason = pick(device, capability, rates)
+        compared = ("fp32", "bf16") if capability is None else ()
+        setting, reason = pick(device, capability, rates.compared(compared))
         console.note(f"  precision {setting}: {reason}")
-        rate = rates[setting] if setting in rates else matrix_rate(_PRODUCTS[setting], device)
-        return Precision(setting, device, rate)
-    rate = matrix_rate(_PRODUCTS[setting], device)
-    if setting != "fp32" and (plain := matrix_rate(torch.float32, device)) > rate:
+        return Precision(setting, device, rates.of(setting))
+    rate = rates.of(setting)
+    if setting != "fp32" and (plain := rates.of("fp32")) > rate:
         console.warn(
             f"{setting} products run at {rate / 1e9:,.0f} GFLOP/s here, fp32 at {plain / 1e9:,.0f}: "
             "precision = fp32 is faster."
         )
     return Precision(setting, device, rate)
+
+
+class _Rates:
+    """FLOP a second of products in each format: as `onecard doctor --calibrate` kept them, else measured when asked."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        kept = known()
+        self._found = {
+            dtype: kept[f"{name}_flops_per_second"]
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+            if f"{name}_flops_per_second" in kept
+        }
+
+    def of(self, name: str) -> float:
+        """That of one format of training."""
+        dtype = _PRODUCTS[name]
+        if dtype not in self._found:
+            self._found[dtype] = matrix_rate(dtype, self._device)
+        return self._found[dtype]
+
+    def compared(self, names: tuple[str, ...]) -> dict[str, float]:
+        """Those of formats between which the choice is, by name."""
+        missing = [_PRODUCTS[name] for name in names if _PRODUCTS[name] not in self._found]
+        # Twice, in turn: another program that takes the processor for a moment must not decide the format.
+        for dtype in (*missing, *missing):
+            self._found[dtype] = max(self._found.get(dtype, 0.0), matrix_rate(dtype, self._device))
+        return {name: self._found[_PRODUCTS[name]] for name in names}
 
 
 def convert(model: nn.Module, precision: Precision, *, emulate: bool = False) -> None:
