@@ -121,6 +121,13 @@ def test_filler_as_a_whole_document_or_beside_a_thread(line: str) -> None:
     assert without_filler(thread.format(line)) == (thread.format("").replace("\n\n", "\n"), 1)
 
 
+@pytest.mark.parametrize("word", ["顶", "d", "up", "支持楼主", "沙发", "+1", "看看"])
+def test_filler_that_ends_otherwise_is_none(word: str) -> None:
+    text = (word * 24)[:23] + "x"
+    # A pattern that tried every way to divide the line would never come to an end.
+    assert without_filler(text) == (text, 0)
+
+
 def test_words_with_another_life_stay_where_no_forum_is() -> None:
     furniture = "家具清单\n沙发\n板凳\n地板\n书桌"
     assert without_filler(furniture) == (furniture, 0)
