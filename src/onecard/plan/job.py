@@ -27,6 +27,7 @@ class Engine:
     states_like_weights: bool = False  # the optimizer's states have the format of the weights, such as bf16
     adapters: Literal["fp32", "bf16"] = "fp32"
     keeps_gradients: bool = False  # set to zero after an update, not freed
+    keeps_softmax_inputs: bool = False  # softmax keeps what went in beside what came out (torch < 1.11)
     tensor_by_tensor: bool = False  # Adafactor goes from tensor to tensor, where PyTorch's takes lists of them
     double_quantization: bool = True  # QLoRA: the scales of blocks are in 8 bits
     keeps_quantized_inputs: bool = False  # QLoRA: inputs of frozen products wait for backward (bitsandbytes <= 0.41)

@@ -71,8 +71,25 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 card_attention.register_autograd(_backward, setup_context=_keep)
 
 
+class _Kept(torch.autograd.Function):
+    """Passes a tensor on and keeps it for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _CardFunctions(TorchFunctionMode):
-    """Calls that a card answers with other operators."""
+    """Calls that a card answers with other operators. `keeps_softmax_inputs`: as torch did before 1.11."""
+
+    def __init__(self, *, keeps_softmax_inputs: bool = False) -> None:
+        super().__init__()
+        self._keeps_softmax_inputs = keeps_softmax_inputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,6 +101,8 @@ class _CardFunctions(TorchFunctionMode):
             return self._backward(args[0])
         if func in _EXACT and torch.is_autocast_enabled("cpu"):
             args, kwargs = _widened(args), dict(zip(kwargs, _widened(kwargs.values())))
+        if self._keeps_softmax_inputs and func in (torch.softmax, Tensor.softmax, F.softmax):
+            args = (_Kept.apply(args[0]), *args[1:])  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _backward(self, loss: Tensor) -> None:
@@ -230,7 +249,7 @@ class HostMover:
 
 
 @contextmanager
-def fake_card(recorder: Recorder) -> Iterator[None]:
+def fake_card(recorder: Recorder, *, keeps_softmax_inputs: bool = False) -> Iterator[None]:
     """Inside, fake CPU tensors are treated as those of a card are."""
     from torch.nn.attention import varlen
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -258,7 +277,7 @@ def fake_card(recorder: Recorder) -> Iterator[None]:
             stack.enter_context(replaced(owner, name, value))
         ALL_ATTENTION_FUNCTIONS.register(attention.PACKED, packed_on_card)
         stack.callback(attention.register)
-        stack.enter_context(_CardFunctions())
+        stack.enter_context(_CardFunctions(keeps_softmax_inputs=keeps_softmax_inputs))
         yield
 
 

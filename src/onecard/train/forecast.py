@@ -213,7 +213,7 @@ def _step(job: Job, layers: int) -> Trace:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
         if job.device == "cuda":
-            stack.enter_context(fake_card(recorder))
+            stack.enter_context(fake_card(recorder, keeps_softmax_inputs=job.engine.keeps_softmax_inputs))
         stack.enter_context(replaced(eight_bit, "ranges", _few_ranges))
         loop, handles = _loop(job, config, rows, recorder, fake=True)
         try:
