@@ -156,6 +156,8 @@ def test_bytes_of_the_optimizer_by_hand() -> None:
     assert optimizer_bytes(precision="pure_bf16") == pytest.approx(36)
     assert optimizer_bytes(precision="pure_bf16", gradients="bf16") == pytest.approx(32)
     assert optimizer_bytes(engine=Engine(fused_optimizer=False)) == pytest.approx(4 + 28 * 2.5)
+    # norm 4, gradient 4, weight 4, states of 2 bytes 8
+    assert optimizer_bytes(precision="pure_bf16", engine=Engine(states_like_weights=True)) == pytest.approx(20)
 
 
 def test_states_and_activations_on_the_host_use_the_bus() -> None:
@@ -175,3 +177,12 @@ def test_four_bits_are_widened_for_every_pass() -> None:
     four, sixteen = (job(method=way, lora_rank=4, precision="bf16", weights="bf16") for way in ("qlora", "lora"))
     difference = costs_of(four, shape).traffic_bytes - costs_of(sixteen, shape).traffic_bytes
     assert difference == pytest.approx(MATRICES * 2.5 * 2)
+
+
+def test_weights_with_a_magnitude_are_normed_in_every_forward_pass() -> None:
+    shape = shape_of(llama())
+    plain, normed = (
+        job(method="lora", lora_rank=4, dora=way, activation_checkpointing="full") for way in (False, True)
+    )
+    difference = costs_of(normed, shape).traffic_bytes - costs_of(plain, shape).traffic_bytes
+    assert difference == pytest.approx(MATRICES * 10 * 2)

@@ -23,6 +23,8 @@ APPROXIMATION_COST = 1.15
 MEASURE_COST, DOUBLING_COST = 1.04, 1.003
 # Layers that are traced keep about so much more than the values that `kept_values` counts: norms are taken in fp32.
 KEPT_SHARE = 1.4
+# So many layers are on their way to the host, or back already.
+OFFLOADED_LAYERS = 5
 # A chunk of logits, as it is computed, widened and turned into gradients.
 CHUNK_BYTES = 768 << 20
 # What a driver and libraries take of a card.
@@ -214,7 +216,7 @@ def passing_bytes(job: Job, shape: Shape | None = None) -> tuple[int, int]:
     size = 1 if job.activation_compression == "8bit" else element
     grows = KEPT_SHARE * tokens * kept_values(job, shape) * size
     if job.activation_offload:
-        grows *= 2 / shape.layers  # about two layers are on their way
+        grows *= min(1.0, OFFLOADED_LAYERS / shape.layers)
     layer = kept_values(replace(job, activation_checkpointing="none"), shape) / shape.layers
     grows += 2 * tokens * layer * element
     logits = 0 if shape.head is None else tokens * shape.head.outputs * 8

@@ -31,6 +31,8 @@ KERNELS = {True: 40, False: 90}
 NEWTON_SCHULZ_STEPS = 5
 # A 4-bit weight, read and written as 16 bits: each time it is needed.
 DEQUANTIZED_BYTES = 2.5
+# The norm of a weight with its adapter, in every forward pass (DoRA): both are added, written and read.
+DORA_BYTES = 10.0
 # Scores of plain attention are written, capped or masked, normalised in fp32 and read, and so again backward.
 EAGER_SCORE_BYTES = 40
 
@@ -204,10 +206,12 @@ def _traffic(job: Job, shape: Shape, tokens: int, element: int, logits: float) -
 
 def _weights(job: Job, shape: Shape) -> float:
     """Bytes of weights that a micro-batch moves: fp32 ones narrowed for the products, 4-bit ones widened."""
+    forward = 1 + again(job, shape.layers)
+    normed = DORA_BYTES * shape.matrix_parameters * forward if job.dora and job.method != "full" else 0.0
     if job.method == "qlora":
-        return shape.matrix_parameters * DEQUANTIZED_BYTES * (2 + again(job, shape.layers))
-    narrowed = job.precision in ("bf16", "fp16") and job.weights != "bf16"
-    return 6.0 * shape.matrix_parameters if narrowed else 0.0
+        return shape.matrix_parameters * DEQUANTIZED_BYTES * (1 + forward) + normed
+    narrowed = job.precision in ("bf16", "fp16") and job.weights != "bf16" and job.engine.autocast
+    return normed + (6.0 * shape.matrix_parameters if narrowed else 0.0)
 
 
 def _gradient_bytes(job: Job) -> int:
@@ -231,6 +235,8 @@ def _optimizer(job: Job, shape: Shape) -> float:
         "sgd": 0.0,
     }[job.optimizer]
     widened = 8 if weight == 2 else 0  # the step is taken on fp32 copies
+    if job.engine.states_like_weights and weight == 2:
+        states, widened = states / 2, 0
     norm = 0 if job.optimizer_in_backward else gradient
     fused = 1.0 if job.engine.fused_optimizer else UNCOMPILED_TRAFFIC
     return parameters * (norm + (2 * weight + gradient + states + widened) * fused)
