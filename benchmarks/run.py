@@ -256,6 +256,13 @@ def serve(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
+def speeds(_: argparse.Namespace) -> list[str]:
+    """The planner's speed beside measured ones; nothing is measured."""
+    import speeds as planned
+
+    return planned.table()
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "dense": dense,
     "sft": sft,
@@ -263,6 +270,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "start": start,
     "clean": clean,
     "serve": serve,
+    "speeds": speeds,
 }
 
 
