@@ -302,6 +302,10 @@ class FinetuneConfig(TrainingConfig):
     target_modules: list[str] = setting(
         [], "names of the layers that get adapters, such as q_proj; none named: every linear layer but the head"
     )
+    text_share: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
+    )
+    corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
     rank_stabilised: bool = setting(False, "scale adapters by alpha over the root of the rank (rsLoRA)")
     decomposed: bool = setting(False, "learn the length of each row of the adapted weights too (DoRA)")
     quantization: Literal["none", "nf4"] = setting(

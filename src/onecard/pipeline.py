@@ -177,6 +177,8 @@ class _Walk:
             size = self.recipe.get("pretrain", {}).get("size", "auto")
             if size != "auto":
                 values["vocabulary_size"] = preset(size).vocabulary
+        if stage.name == "finetune" and values.get("text_share") and "corpus" not in values and self._makes("clean"):
+            values["corpus"] = self.output / "corpus"
         if stage.name == "evaluate":
             if "questions" not in values and self._makes("finetune"):
                 tuned = relative_to(self.base, FinetuneConfig, self.recipe["finetune"])
@@ -273,7 +275,7 @@ class _Walk:
             value = getattr(config, name)
             if isinstance(value, list) and value and isinstance(value[0], Source):
                 hashes.append([name, [_file_hashes(source) for source in value]])
-            elif name in stage.inputs and isinstance(value, Path):
+            elif isinstance(value, Path) and (name in stage.inputs or (name == "corpus" and value.is_dir())):
                 hashes.append([name, _input_hash(value)])
             elif isinstance(value, Path) and value.is_file():
                 hashes.append([name, artifact.hash_file(value)])

@@ -25,6 +25,7 @@ from onecard.model.load import (
     vocabulary_rows,
 )
 from onecard.tokenizer.template import encode_chat
+from onecard.train import text_mix
 from onecard.train.base import Base
 from onecard.train.directory import RunDirectory
 from onecard.train.precision import choose
@@ -48,6 +49,7 @@ def prepare(config: FinetuneConfig) -> Task:
     config = config.model_copy(update={"max_length": base.row_tokens(config, USUAL_LENGTH)})
     files = [path for source in config.sources for path in source_files(source)]
     inputs = [artifact.hash_tree(base.source), *(artifact.hash_file(path) for path in files)]
+    inputs += text_mix.inputs(config)
     run = RunDirectory.open(
         config.output,
         fingerprint=fingerprint(config, inputs),
@@ -69,7 +71,7 @@ def prepare(config: FinetuneConfig) -> Task:
         build_model=lambda: base.build(config, precision),
         rows=rows,
         held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
-        weights=[1.0] * len(rows.per_source),
+        weights=text_mix.weights(rows.store.sources, rows.per_source, config.text_share),
         packing=config.packing,
         defaults=_defaults(base.width, adapters=config.lora_rank > 0),
         parents=[base.source, *files],
@@ -168,7 +170,9 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
                 f"All {len(splits['held_out'])} rows are held out, none is left to train on.", "Lower held_out."
             )
         raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; a larger max_length may help.")
+    text = text_mix.documents(config, tokenizer, sum(len(item.ids) for item in splits["train"]))
     for name, documents in splits.items():
+        documents += text if name == "train" else []
         write_store(
             run.tokens / name,
             documents,
@@ -184,6 +188,7 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
         "truncated": tally.truncated,
         "tokens": tally.tokens,
         "learned_tokens": tally.learned_tokens,
+        **({"text_tokens": sum(len(item.ids) for item in text)} if text else {}),
     }
 
 
@@ -229,7 +234,8 @@ def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
     store = TokenStore(run.tokens / "train")
     assert store.learned is not None
     prompts = []
-    for index in sorted({0, int(store.meta["documents"]) // 2}):
+    chats = sum(store.sources[source] != text_mix.SOURCE for source in store.source_of.tolist())
+    for index in sorted({0, chats // 2}):  # plain text follows the chats
         begin, end = int(store.starts[index]), int(store.starts[index + 1])
         first = next(i for i in range(begin, end) if store.learned[i])
         ids = store.tokens[begin:first].astype(int).tolist()
