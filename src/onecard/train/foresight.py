@@ -81,10 +81,11 @@ def look_ahead(
         return usual, None
     device = task.precision.device
     free = (room or room_bytes)(device)
-    held = resident_bytes() if device == "cpu" else 0
     try:
-        memory_of, asked = memory or forecast(), job_of(task, usual)
-        job, outlook = asked, Outlook(memory_of(asked), held, free)
+        memory_of, job = memory or forecast(), job_of(task, usual)
+        asked, found = job, memory_of(job)
+        # By now what the run needs of libraries is loaded.
+        outlook = Outlook(found, resident_bytes() if device == "cpu" else 0, free)
         if outlook.missing_bytes > -MARGIN * free and left_open(task.config):
             job, outlook = _mended(job, outlook, fixed(task.config), memory_of, target or this_machine)
     except OnecardError:

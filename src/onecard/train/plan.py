@@ -17,7 +17,7 @@ from onecard.console import format_bytes
 from onecard.errors import ConfigError, DoesNotFit
 from onecard.plan import questions
 from onecard.plan.candidates import Candidate
-from onecard.plan.job import Target
+from onecard.plan.job import Job, Target
 from onecard.plan.targets import target
 from onecard.settings import build, read_toml, relative_to
 from onecard.train import foresight, plan_report, relief
@@ -35,7 +35,7 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
     """
     recipe = None if config.recipe is None else Recipe(config.recipe, read_toml(config.recipe))
     if recipe is not None and "plan" in recipe.tables:
-        config = _with_table(config, recipe)
+        config = with_table(config, recipe)
     _check(config, recipe)
     if config.output is not None:
         artifact.check_output(config.output, overwrite=config.overwrite, inputs=[])
@@ -55,7 +55,7 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
     return _plan(config, [planned(subject, on, memory, explain=config.output is not None) for subject in subjects])
 
 
-def _with_table(config: PlanConfig, recipe: Recipe) -> PlanConfig:
+def with_table(config: PlanConfig, recipe: Recipe) -> PlanConfig:
     """What the recipe's table [plan] says, where the command did not say otherwise."""
     given = {name: getattr(config, name) for name in config.model_fields_set}
     values = relative_to(recipe.path.parent, PlanConfig, recipe.tables["plan"])
@@ -147,11 +147,14 @@ def _largest(config: PlanConfig, on: Target, memory: MemoryOf) -> dict[str, Any]
 
 
 def _longest_context(config: PlanConfig, subject: Subject, on: Target, memory: MemoryOf) -> dict[str, Any]:
+    return _answered("longest_context", questions.longest_context(of_longest(subject), on, memory), on)
+
+
+def of_longest(subject: Subject) -> Job:
     """With whatever keeps the least and changes nothing, where the settings leave it open."""
-    job = subject.job
-    if "activation_checkpointing" not in subject.fixed:
-        job = replace(job, activation_checkpointing="full")
-    return _answered("longest_context", questions.longest_context(job, on, memory), on)
+    if "activation_checkpointing" in subject.fixed:
+        return subject.job
+    return replace(subject.job, activation_checkpointing="full")
 
 
 def _answered(question: str, answer: questions.Answer, on: Target) -> dict[str, Any]:

@@ -85,11 +85,12 @@ class Planned:
 
 def remembered(memory: MemoryOf) -> MemoryOf:
     """The same, asked once for each job; more micro-batches than two hold what two hold."""
-    answers: dict[tuple[int, Job], Memory] = {}
+    answers: dict[tuple[str, Job], Memory] = {}
 
     def of(job: Job) -> Memory:
         fewest = min(2, job.gradient_accumulation_steps)
-        key = id(job.model), replace(job, model=None, gradient_accumulation_steps=fewest)
+        model = f"{type(job.model).__name__} {job.model.to_json_string(use_diff=False)}"
+        key = model, replace(job, model=None, gradient_accumulation_steps=fewest)
         if key not in answers:
             answers[key] = memory(job)
         return answers[key]
@@ -97,11 +98,19 @@ def remembered(memory: MemoryOf) -> MemoryOf:
     return of
 
 
-def planned(subject: Subject, target: Target, memory: MemoryOf, *, explain: bool = False) -> Planned:
-    """Choose the settings of a subject on a target; `explain`: also what each measure would save of it."""
+def planned(
+    subject: Subject, target: Target, memory: MemoryOf, *, alternatives: bool = True, explain: bool = False
+) -> Planned:
+    """Choose the settings of a subject on a target.
+
+    `alternatives`: also look for others where a run would take the usual ones; `explain`: also for what each measure
+    would save of those chosen.
+    """
     memory = remembered(memory)
     asked = Asked(memory, target, MARGIN)
     usual = asked.of(subject.job) if subject.usual_first else None
+    if usual is not None and usual.fits and not alternatives:
+        return Planned(subject, target, usual)
     found = best(
         subject.job,
         target,

@@ -103,7 +103,7 @@ def _given(config: PlanConfig) -> frozenset[str]:
 def _in_usual_format(job: Job, target: Target) -> Job:
     """The format that a run takes; weights that stay as they are need no more than 16 bits where that is fast."""
     usual = formats(job, target)[0]
-    if job.method == "lora" and usual == "bf16":
+    if job.method != "full" and usual == "bf16":
         usual = "pure_bf16"
     return replace(job, precision=usual)  # type: ignore[arg-type]
 
