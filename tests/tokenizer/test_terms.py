@@ -117,12 +117,16 @@ def test_every_word_is_joined_to_one(words: list[str]) -> None:
 # --- tokenizers ---------------------------------------------------------------------------------------------------
 
 
+def with_base(terms: list[Term], **changes: Any) -> tuple[Any, dict[str, str]]:
+    shape = {"pre_tokenizer": "qwen2", "maximum_token_characters": 20, **changes}
+    base = train_model(MEDICAL * 3, **shape)
+    return train_with_terms(MEDICAL * 3, terms, base, **shape)
+
+
 @pytest.fixture(scope="module", params=list(PRE_TOKENIZERS))
 def with_terms(request: pytest.FixtureRequest) -> Any:
     terms = [Term(text, 5) for text in TERMS]
-    made, left_out = train_with_terms(
-        MEDICAL * 3, terms, vocabulary_size=420, pre_tokenizer=request.param, maximum_token_characters=20
-    )
+    made, left_out = with_base(terms, vocabulary_size=420, pre_tokenizer=request.param)
     assert left_out == {}
     return made
 
@@ -173,7 +177,7 @@ def test_a_small_vocabulary_keeps_its_size_and_its_terms() -> None:
     terms = [Term(text, 5) for text in TERMS]
     settings = {"pre_tokenizer": "qwen2", "maximum_token_characters": 20}
     full = train_model(MEDICAL * 3, vocabulary_size=340, **settings)  # type: ignore[arg-type]
-    made, _ = train_with_terms(MEDICAL * 3, terms, vocabulary_size=340, **settings)  # type: ignore[arg-type]
+    made, _ = with_base(terms, vocabulary_size=340)
     assert full.get_vocab_size() == 340
     assert 335 <= made.get_vocab_size() <= 340
     assert symbols("血小板减少") in made.get_vocab()
@@ -181,23 +185,12 @@ def test_a_small_vocabulary_keeps_its_size_and_its_terms() -> None:
 
 def test_too_many_terms_are_refused() -> None:
     with pytest.raises(ConfigError, match="need more entries than the vocabulary has"):
-        train_with_terms(
-            MEDICAL,
-            [Term(text, 1) for text in TERMS],
-            vocabulary_size=275,
-            pre_tokenizer="qwen2",
-            maximum_token_characters=20,
-        )
+        with_base([Term(text, 1) for text in TERMS], vocabulary_size=275)
 
 
 def test_what_cannot_be_one_token_says_why() -> None:
-    _, left_out = train_with_terms(
-        MEDICAL,
-        [Term("myocardial infarction"), Term("HER2阳性"), Term("冠状动脉粥样硬化")],
-        vocabulary_size=400,
-        pre_tokenizer="qwen2",
-        maximum_token_characters=7,
-    )
+    terms = [Term("myocardial infarction"), Term("HER2阳性"), Term("冠状动脉粥样硬化")]
+    _, left_out = with_base(terms, vocabulary_size=400, maximum_token_characters=7)
     assert left_out == {
         "myocardial infarction": "longer than 7 characters",
         "HER2阳性": "the split rule cuts it",

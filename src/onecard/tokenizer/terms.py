@@ -117,6 +117,16 @@ def within_a_character(token: str) -> bool:
     return all(0x80 <= value < 0xC0 for value in values[1:]) and values[0] >= 0x80
 
 
+def byte_merges(characters: Iterable[str]) -> list[Merge]:
+    """Merges that join the bytes of each character, from the first on, so that characters share their beginnings."""
+    found: dict[Merge, None] = {}
+    for character in sorted(characters):
+        symbols = to_symbols(character)
+        for end in range(1, len(symbols)):
+            found["".join(symbols[:end]), symbols[end]] = None
+    return list(found)
+
+
 def split_characters(pieces: Sequence[str]) -> list[list[str]]:
     """The groups of pieces that are one character each, of those that a byte-level tokenizer has no entry for."""
     groups: list[list[str]] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from onecard.tokenizer.special import (
     TURN_START,
     WHOLE_PIECES_FIRST,
 )
-from onecard.tokenizer.terms import Finder, Merge, Term, place_terms
+from onecard.tokenizer.terms import Finder, Merge, Term, byte_merges, place_terms, to_symbols
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -129,19 +129,29 @@ def _learn(config: TokenizerTrainConfig, sample: Sample, split_rule: str) -> tup
     used_without = domain.uses(base, sample)
     terms = domain.paying(base, used_without, found, config.mine_terms)
     console.note(f"  training again around {len(terms):,} terms that become one token each")
-    made, left_out = train_with_terms(sample, terms, **shape)  # type: ignore[arg-type]
+    made, left_out = train_with_terms(sample, terms, base, **shape)  # type: ignore[arg-type]
     used = domain.uses(made, sample)
+    if config.terms is None and used.total() >= used_without.total():
+        console.note("  the terms found in the corpus save nothing over all: the tokenizer is made without them")
+        return base, None
     rows = domain.rows(base, made, used, terms, left_out)
     return made, domain.Terms(rows, used_without.total(), used.total())
 
 
-def splitter(pre_tokenizer: str, cut: int | None = None) -> Any:
-    """The split rule of that name, then bytes; with `cut` no piece is longer than so many characters."""
+def splits(pre_tokenizer: str) -> list[Any]:
+    """The steps of the split rule of that name."""
     from tokenizers import Regex, pre_tokenizers
 
-    steps: list[Any] = [
+    return [
         pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in PRE_TOKENIZERS[pre_tokenizer]
     ]
+
+
+def splitter(pre_tokenizer: str, cut: int | None = None) -> Any:
+    """The split rule of that name, then bytes; with `cut` no piece is longer than so many characters."""
+    from tokenizers import pre_tokenizers
+
+    steps = splits(pre_tokenizer)
     if cut is not None:
         steps.append(pre_tokenizers.FixedLength(length=cut))
     return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -200,15 +210,18 @@ def train_unigram(
 def train_with_terms(
     texts: Iterable[str],
     terms: Sequence[Term],
+    base: Tokenizer,
     *,
     vocabulary_size: int,
     pre_tokenizer: str,
     maximum_token_characters: int,
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """`train_model` on the text between the terms, and then the terms placed among its merges.
+    """A tokenizer of the size of `base`, which was trained on the same texts, with the terms placed among its merges.
 
-    Returns the tokenizer and {term: why it is not one token}. Taken out of the text, a term teaches no merge across its
-    edges, and no entry is spent on parts of it.
+    Returns it and {term: why it is not one token}. It is learned from the text between the terms: a term teaches no
+    merge across its edges, and no entry is spent on parts of it. And it is learned from characters, of which those that
+    `base` has an entry for are joined from their bytes first: a merge of the end of one character with the beginning of
+    the next, as bytes alone would give, could take the edge off a term.
     """
     too_long = {
         term.text: f"longer than {maximum_token_characters} characters"
@@ -224,15 +237,48 @@ def train_with_terms(
         for part, is_term in parts
         if not is_term
     )
-    base = train_model(
-        between,
-        vocabulary_size=vocabulary_size,
-        pre_tokenizer=pre_tokenizer,
-        maximum_token_characters=maximum_token_characters,
-    )
-    merges = [(left, right) for left, right in json.loads(base.to_str())["model"]["merges"]]
-    placed = place_terms(merges, wanted, splitter=base, size=vocabulary_size - len(FIXED_TOKENS) - BYTES)
+    characters = {character for term in wanted for character in term.text} | set(_characters(base))
+    of_bytes = byte_merges(characters)
+    size = vocabulary_size - len(FIXED_TOKENS) - BYTES
+    learned = _character_merges(between, characters, size, pre_tokenizer, maximum_token_characters)
+    placed = place_terms([*of_bytes, *learned], wanted, splitter=base, size=size)
     return assemble(placed.merges, pre_tokenizer), {**too_long, **placed.left_out}
+
+
+def _characters(tokenizer: Tokenizer) -> Iterator[str]:
+    """The characters that a tokenizer has one entry for, in the order of their entries."""
+    for index in range(len(FIXED_TOKENS), tokenizer.get_vocab_size()):
+        text = tokenizer.decode([index])
+        if len(text) == 1 and text != "\ufffd":
+            yield text
+
+
+def _character_merges(
+    texts: Iterable[str], characters: set[str], most: int, pre_tokenizer: str, maximum_token_characters: int
+) -> list[Merge]:
+    """Up to `most` merges of whole characters, learned from texts in which all other characters stand apart."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    alphabet = sorted(characters)
+    others = "[^" + "".join(f"\\x{{{ord(character):x}}}" for character in alphabet) + "]"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *splits(pre_tokenizer),
+            pre_tokenizers.Split(Regex(others), behavior="isolated"),
+            pre_tokenizers.FixedLength(length=maximum_token_characters),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + most,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        min_frequency=2,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found = json.loads(tokenizer.to_str())["model"]["merges"]
+    return [("".join(to_symbols(left)), "".join(to_symbols(right))) for left, right in found]
 
 
 def assemble(merges: Sequence[Merge], pre_tokenizer: str) -> Tokenizer:
