@@ -18,7 +18,11 @@ from onecard.data.familiarity import familiarity_with
 from onecard.errors import MissingExtra
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from onecard.data.characters import Codes, Counts
+    from onecard.data.screening import Screened
 
 # Fewer digits hold no personal number: an IP address has four, a licence plate may have one.
 _FEWEST_DIGITS = 4
@@ -54,8 +58,9 @@ class Change:
 class _Draft:
     """A text on its way; its characters are counted once for all steps that ask, and again when it has changed."""
 
-    def __init__(self, text: str, language: str) -> None:
+    def __init__(self, text: str, language: str, screened: Screened | None) -> None:
         self.text = text
+        self._screened = screened
         self.given_language = language
         self.language = "" if language == "auto" else language
         self.reason: str | None = None
@@ -72,10 +77,27 @@ class _Draft:
         return self._count()[2]
 
     def _count(self) -> tuple[str, Codes, Counts]:
+        screened = self._screened
+        if screened is not None and screened.text is self.text:
+            return screened.text, screened.codes, screened.counts
         if self._counted is None or self._counted[0] is not self.text:
             codes = characters.codes_of(self.text)
             self._counted = self.text, codes, characters.count(codes)
         return self._counted
+
+    @property
+    def junk(self) -> int:
+        """What characters.junk_in finds."""
+        screened = self._screened
+        if screened is not None and screened.text is self.text:
+            return screened.junk
+        return characters.junk_in(self.codes)
+
+    @property
+    def spans(self) -> NDArray[np.uint64]:
+        """What rules.span_hashes finds."""
+        screened = self._screened
+        return screened.spans if screened is not None and screened.text is self.text else rules.span_hashes(self.codes)
 
     def known_language(self) -> str:
         """The language, found if no step has said it yet."""
@@ -98,7 +120,7 @@ class _Draft:
 
 
 def _unicode(draft: _Draft, config: CleanConfig) -> None:
-    tidied = rules.normalise(draft.text, draft.codes)
+    tidied = rules.normalise(draft.text, draft.junk)
     draft.mend("unicode", tidied, int(tidied != draft.text))
     if not draft.text:
         draft.refuse("empty")
@@ -136,7 +158,8 @@ def _advertisements(draft: _Draft, config: CleanConfig) -> None:
 
 def _length(draft: _Draft, config: CleanConfig) -> None:
     if len(draft.text) < config.minimum_characters:
-        draft.refuse("too_short", f"{len(draft.text)} characters")
+        count = len(draft.text)
+        draft.refuse("too_short", f"{count} character{'' if count == 1 else 's'}")
 
 
 def _symbols(draft: _Draft, config: CleanConfig) -> None:
@@ -154,7 +177,7 @@ def _symbols(draft: _Draft, config: CleanConfig) -> None:
 def _repetition(draft: _Draft, config: CleanConfig) -> None:
     if rules.is_surely_varied(draft.text, config.maximum_repetition):
         return
-    share = rules.repetition(draft.text, draft.codes)
+    share = rules.repetition(draft.text, draft.spans)
     if share > config.maximum_repetition:
         draft.refuse("too_repetitive", f"{share:.0%} repeated")
 
@@ -230,9 +253,9 @@ class Steps:
         if config.reference is not None:
             familiarity_with(config.reference)
 
-    def apply(self, text: str, language: str = "auto") -> Outcome:
-        """What the steps make of the text; `language` is a code, or auto to find it."""
-        draft = _Draft(text, language)
+    def apply(self, text: str, language: str = "auto", screened: Screened | None = None) -> Outcome:
+        """What the steps make of the text; `language` is a code, or auto to find it; `screened`: what is known."""
+        draft = _Draft(text, language, screened)
         for name in self._config.steps:
             _STEPS[name](draft, self._config)
             if draft.reason is not None:
@@ -241,7 +264,7 @@ class Steps:
 
     def trace(self, text: str, language: str = "auto") -> Iterator[Change]:
         """Each step that changed or refused the text, and what it did."""
-        draft = _Draft(text, language)
+        draft = _Draft(text, language, None)
         for name in self._config.steps:
             before, counted = draft.text, sum(draft.changes.values())
             _STEPS[name](draft, self._config)
