@@ -116,7 +116,7 @@ def _units(text: str) -> tuple[Hashes, int]:
     if rules.is_unspaced(text):
         codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), dtype="<u4")
         return codes.astype(np.uint64), CHARACTERS
-    return dedup.word_hashes(words, len(words)), WORDS
+    return dedup.word_hashes([" ".join(words)])[0], WORDS
 
 
 def _windows(units: Hashes, length: int) -> Hashes:

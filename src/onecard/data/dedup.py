@@ -8,12 +8,11 @@ else of words (64-bit hashes). MinHash: Broder 1997; banding: Indyk and Motwani 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onecard.data import rules
+from onecard.data import characters, rules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +23,9 @@ if TYPE_CHECKING:
 PERMUTATIONS = 128
 _SEED = 1
 _GRAM = 3
-_WORD_CACHE_ENTRIES = 500_000
+_FACTOR = 0x9E3779B97F4A7C15
+# So many powers are kept for short texts, for long ones, and for many together.
+_POWERS = (1 << 12, 1 << 16, 1 << 21)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,7 @@ def shingles(text: str) -> Hashes:
     """
     import numpy as np
 
-    grams = (
-        _character_grams([folded(text)])[0] if rules.is_unspaced(text) else _word_grams([text.casefold().split()])[0]
-    )
+    grams = _character_grams([folded(text)])[0] if rules.is_unspaced(text) else _word_grams([text.casefold()])[0]
     return np.unique(grams)
 
 
@@ -87,7 +86,7 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
         if of_characters:
             grams, counts = _character_grams([folded(texts[place]) for place in places])
         else:
-            grams, counts = _word_grams([texts[place].casefold().split() for place in places])
+            grams, counts = _word_grams([texts[place].casefold() for place in places])
         hashes = _minimal_hashes(grams, counts)
         made.sketches[places] = (hashes & 0xFF).astype(np.uint8)
         rows = hashes.reshape(len(places), bands, PERMUTATIONS // bands).astype(np.uint64)
@@ -144,24 +143,55 @@ def _character_grams(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     return _within(grams, lengths)
 
 
-def _word_grams(texts: Sequence[list[str]]) -> tuple[Hashes, NDArray[np.int64]]:
-    """The same of words."""
+def _word_grams(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
+    """The same of words; the texts are folded in case."""
     import numpy as np
 
-    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    total = int(lengths.sum())
-    if total < _GRAM:
+    ids, counts = word_hashes(texts)
+    if len(ids) < _GRAM:
         return np.empty(0, dtype=np.uint64), np.zeros(len(texts), dtype=np.int64)
-    ids = word_hashes(itertools.chain.from_iterable(texts), total)
     first, second, third = _weights(_GRAM)
-    return _within(ids[:-2] * first + ids[1:-1] * second + ids[2:] * third, lengths)
+    return _within(ids[:-2] * first + ids[1:-1] * second + ids[2:] * third, counts)
 
 
-def word_hashes(words: Iterable[str], count: int) -> Hashes:
-    """64 bits of each word; those of words seen before are remembered."""
+def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
+    """64 bits of each word of all texts one after another, and how many each text has.
+
+    A word is the sum of its characters' hashes, each times a power of one factor by its place: a difference of two
+    running sums over all texts, divided by the power at which the word begins.
+    """
     import numpy as np
 
-    return np.fromiter(map(_word_ids().__getitem__, words), dtype=np.uint64, count=count)
+    codes = characters.codes_of("\n".join(texts))
+    spaces = np.concatenate(([True], characters.are_spaces(codes), [True]))
+    change = np.flatnonzero(spaces[1:] != spaces[:-1])
+    starts, ends = change[::2], change[1::2]
+    powers, inverses = _powers(next((size for size in _POWERS if size > len(codes)), 2 * len(codes)))
+    hashed = _code_hashes()[codes] if codes.dtype == np.uint8 else mixed(codes.astype(np.uint64))
+    sums = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(hashed * powers[: len(codes)])))
+    begins = np.cumsum([0, *(len(text) + 1 for text in texts)])
+    counts = np.diff(np.searchsorted(starts, begins))
+    return (sums[ends] - sums[starts]) * inverses[starts], counts
+
+
+@functools.cache
+def _code_hashes() -> Hashes:
+    import numpy as np
+
+    return mixed(np.arange(256, dtype=np.uint64))
+
+
+@functools.lru_cache(maxsize=len(_POWERS) + 1)
+def _powers(count: int) -> tuple[Hashes, Hashes]:
+    """The first `count` powers of an odd number modulo 2^64, and what each must be multiplied by to make 1."""
+    import numpy as np
+
+    made = []
+    for factor in (_FACTOR, pow(_FACTOR, -1, 1 << 64)):
+        powers = np.full(count, np.uint64(factor))
+        powers[0] = 1
+        made.append(np.cumprod(powers, dtype=np.uint64))
+    return made[0], made[1]
 
 
 def _within(grams: Hashes, lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
@@ -173,23 +203,6 @@ def _within(grams: Hashes, lengths: NDArray[np.int64]) -> tuple[Hashes, NDArray[
     inside = np.ones(len(grams) + 2, dtype=bool)
     inside[last_two[last_two >= 0]] = False
     return grams[inside[:-2]], np.maximum(lengths - 2, 0)
-
-
-class _WordIds(dict[str, int]):
-    """Words and their hashes; begun anew when it grows too large."""
-
-    def __missing__(self, word: str) -> int:
-        import xxhash
-
-        if len(self) >= _WORD_CACHE_ENTRIES:
-            self.clear()
-        made = self[word] = xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass"))
-        return made
-
-
-@functools.cache
-def _word_ids() -> _WordIds:
-    return _WordIds()
 
 
 @functools.cache

@@ -77,6 +77,19 @@ def _repair(line: str) -> str:
     return repaired if certain else line
 
 
+# What ，。的 of UTF-8 become when they are read as GBK, what U+FFFD becomes then, and U+FFFD itself.
+_GARBLED = ("锛", "銆", "鐨", "锟", "\ufffd", "ï¿½")
+_FEWEST_GARBLED, _GARBLED_SHARE = 5, 0.02
+
+
+def is_garbled(text: str) -> bool:
+    """Whether a text shows, again and again, that it was read in a wrong encoding before; this cannot be undone."""
+    if text.isascii():
+        return False
+    found = sum(map(text.count, _GARBLED))
+    return found >= _FEWEST_GARBLED and found > _GARBLED_SHARE * len(text)
+
+
 # --- language -----------------------------------------------------------------------------------------------------
 
 _WORD_SAMPLE_CHARACTERS = 500

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from onecard.config import CleanConfig
 from onecard.data import contamination, dedup
 from onecard.data.rows import encodable
+from onecard.data.screening import screen
 from onecard.data.split import rank
 from onecard.data.steps import Outcome, Steps
 
@@ -144,12 +145,13 @@ def tidy(folder: Path, settings: bytes, batch: Batch) -> dict[str, Any]:
     """Apply the steps to a batch and write its shard; returns the shard's summary (what its .json holds)."""
     config, steps = _prepared(settings)
     made = Shard(batch.number, batch.source, batch.name, batch.next_start)
+    screened = screen(batch.texts)
     for position, (name, text, reason) in enumerate(zip(batch.ids, batch.texts, batch.reasons)):
         file, line = batch.files[position], batch.lines[position]
         if reason:
             made.reject(position, rejected_row(reason, batch.name, file, line, name, "", text))
             continue
-        outcome = steps.apply(text, batch.language)
+        outcome = steps.apply(text, batch.language, screened[position])
         made.changes.update(outcome.changes)
         tidied, verdict = encodable(outcome.text), (outcome.reason, outcome.detail)
         if outcome.reason is None and config.decontaminate:

@@ -124,6 +124,8 @@ def _unicode(draft: _Draft, config: CleanConfig) -> None:
     draft.mend("unicode", tidied, int(tidied != draft.text))
     if not draft.text:
         draft.refuse("empty")
+    elif rules.is_garbled(draft.text):
+        draft.refuse("garbled")
 
 
 def _language(draft: _Draft, config: CleanConfig) -> None:
