@@ -342,6 +342,24 @@ def test_only_what_depends_on_a_change_is_made_again(folder: Path, asked: dict[s
     assert states(folder, "finetune.seed=1", "evaluate.seed=1", "pretrain.log_every=7") == ["skipped"] * 6
 
 
+def test_a_run_that_was_trained_longer_since_is_taken_as_it_is(folder: Path, asked: dict[str, Any]) -> None:
+    (folder / "chats" / "c.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    walk(folder)
+    run_directory = folder / "out" / "pretrain"
+
+    def made_again(fingerprint: str) -> None:
+        (run_directory / "model" / "weights").write_text("other weights")
+        artifact.write_manifest(run_directory, "run", settings={}, fingerprint=fingerprint)
+
+    made_again(artifact.read_manifest(run_directory).fingerprint)
+    # The stand-in for fine-tuning makes the same model of any other, so that it need not be asked again.
+    assert states(folder) == ["skipped", "skipped", "skipped", "done", "done", "skipped"]
+    assert (run_directory / "model" / "weights").read_text() == "other weights"
+    made_again("another run")
+    assert states(folder)[2] == "done"
+    assert (folder / "out" / "previous" / "pretrain-1" / "model" / "weights").read_text() == "other weights"
+
+
 def test_without_chats_fine_tuning_is_left_out_and_the_rest_goes_on(
     folder: Path, asked: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,7 +264,8 @@ class _Walk:
     def _done(self, stage: Stage, state: str, key: str, seconds: float) -> None:
         manifest = artifact.read_manifest(self.output / stage.directory)
         self.results[stage.name] = manifest.result
-        self._remember(stage.name, {"key": key, "content_hash": manifest.content_hash})
+        kept = {"key": key, "content_hash": manifest.content_hash, "fingerprint": manifest.fingerprint}
+        self._remember(stage.name, kept)
         self._row(stage.name, state, seconds, f"{stage.directory}/")
 
     def _key(self, stage: Stage, config: Any) -> str:
@@ -284,12 +285,15 @@ class _Walk:
     def _whole(self, directory: Path, entry: dict[str, Any]) -> bool:
         """Finished with this key, and every file as it was written.
 
-        A stage that finished just before a kill has its manifest but no entry here yet: it is taken over.
+        A stage that finished just before a kill has its manifest but no entry here yet: it is taken over. So is a run
+        that has been gone on with since (`onecard resume`): what it began with is the same.
         """
         try:
             manifest = artifact.verify(directory)
         except ArtifactError:
             return False
+        if manifest.kind == "run" and entry.get("fingerprint") == manifest.fingerprint:
+            return True
         return entry.get("content_hash") in (None, manifest.content_hash)
 
     def _move_aside(self, directory: Path, reason: str) -> None:
@@ -405,7 +409,12 @@ def _is_a_stages(directory: Path) -> bool:
     if not directory.is_dir():
         return False
     names = {item.name for item in directory.iterdir()}
-    return bool(names & {artifact.MANIFEST, "plan.json"}) or names <= {".lock", "tokens", "rejected-00000.jsonl", "events.jsonl"}
+    return bool(names & {artifact.MANIFEST, "plan.json"}) or names <= {
+        ".lock",
+        "tokens",
+        "rejected-00000.jsonl",
+        "events.jsonl",
+    }
 
 
 def _input_hash(path: Path) -> str:
