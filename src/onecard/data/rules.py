@@ -37,10 +37,11 @@ _MOJIBAKE = re.compile(
 )
 
 
-def normalise(text: str, codes: Codes | None = None) -> str:
+def normalise(text: str, junk: int | None = None) -> str:
     """The text tidied: line ends, mojibake where certain, NFC, controls and invisible junk, spaces at line ends,
-    blank lines (at most two in sequence), indentation of Chinese paragraphs, both ends."""
-    junk = characters.junk_in(characters.codes_of(text) if codes is None else codes)
+    blank lines (at most two in sequence), indentation of Chinese paragraphs, both ends. `junk`: characters.junk_in it.
+    """
+    junk = characters.junk_in(characters.codes_of(text)) if junk is None else junk
     if junk & characters.LINE_END:
         text = _LINE_ENDS.sub("\n", text).replace("\u2029", "\n\n")
     if junk & characters.DAMAGED and _MOJIBAKE.search(text):
@@ -311,16 +312,36 @@ def is_unspaced(text: str) -> bool:
 
 # --- measuring ----------------------------------------------------------------------------------------------------
 
-_SPAN_CHARACTERS = 10
+SPAN_CHARACTERS = 10
 # Natural text repeats more short spans the longer it is; the share is taken over pieces of this size.
 _PIECE_CHARACTERS = 20_000
 _SHORT_CHARACTERS = 200  # up to here a set is quicker than arrays
 _BASE = 0x9E3779B97F4A7C15  # odd and without pattern: equal sums of ten characters are equal characters
 
 
-def repetition(text: str, codes: Codes | None = None) -> float:
+def repetition(text: str, spans: npt.NDArray[np.uint64] | None = None) -> float:
     """Share (0 to 1) of the text that repeats its own earlier lines, or its own earlier 10-character spans,
-    whichever is larger."""
+    whichever is larger. `spans`: span_hashes of the text."""
+    import numpy as np
+
+    by_lines = _repeated_lines(text) if "\n" in text else 0.0
+    if len(text) <= _SHORT_CHARACTERS:
+        count = max(len(text) - SPAN_CHARACTERS + 1, 0)
+        by_spans = 1 - len({text[i : i + SPAN_CHARACTERS] for i in range(count)}) / count if count else 0.0
+        return max(by_lines, by_spans)
+    spans = span_hashes(characters.codes_of(text)) if spans is None else spans
+    distinct = counted = 0
+    for start in range(0, len(text), _PIECE_CHARACTERS):
+        # Those that begin in the piece and end in the next one are in neither.
+        hashes = spans[start : min(start + _PIECE_CHARACTERS, len(text)) - SPAN_CHARACTERS + 1].copy()
+        if len(hashes):
+            hashes.sort()
+            counted += len(hashes)
+            distinct += 1 + int(np.count_nonzero(hashes[1:] != hashes[:-1]))
+    return max(by_lines, 1 - distinct / counted)
+
+
+def _repeated_lines(text: str) -> float:
     seen: set[str] = set()
     repeated = total = 0
     for line in map(str.strip, text.split("\n")):
@@ -328,20 +349,7 @@ def repetition(text: str, codes: Codes | None = None) -> float:
         if line in seen:
             repeated += len(line)
         seen.add(line)
-    by_lines = repeated / max(total, 1)
-    if len(text) <= _SHORT_CHARACTERS:
-        count = max(len(text) - _SPAN_CHARACTERS + 1, 0)
-        by_spans = 1 - len({text[i : i + _SPAN_CHARACTERS] for i in range(count)}) / count if count else 0.0
-        return max(by_lines, by_spans)
-    distinct = spans = 0
-    codes = characters.codes_of(text) if codes is None else codes
-    for start in range(0, len(codes), _PIECE_CHARACTERS):
-        hashes = _span_hashes(codes[start : start + _PIECE_CHARACTERS])
-        if len(hashes):
-            hashes.sort()
-            spans += len(hashes)
-            distinct += 1 + int((hashes[1:] != hashes[:-1]).sum())
-    return max(by_lines, 1 - distinct / spans)
+    return repeated / max(total, 1)
 
 
 def is_surely_varied(text: str, limit: float) -> bool:
@@ -351,14 +359,14 @@ def is_surely_varied(text: str, limit: float) -> bool:
     """
     if len(text) > _SHORT_CHARACTERS or "\n" in text:
         return False
-    return len(set(text)) - _SPAN_CHARACTERS + 1 >= (1 - limit) * (len(text) - _SPAN_CHARACTERS + 1)
+    return len(set(text)) - SPAN_CHARACTERS + 1 >= (1 - limit) * (len(text) - SPAN_CHARACTERS + 1)
 
 
-def _span_hashes(codes: Codes) -> npt.NDArray[np.uint64]:
+def span_hashes(codes: Codes) -> npt.NDArray[np.uint64]:
     """A number for each span of 10 characters, put together from those of 2, 4 and 8."""
     import numpy as np
 
-    if len(codes) < _SPAN_CHARACTERS:
+    if len(codes) < SPAN_CHARACTERS:
         return np.empty(0, dtype=np.uint64)
     power = [np.uint64(pow(_BASE, exponent, 1 << 64)) for exponent in (1, 2, 4)]
     one = codes.astype(np.uint64)
