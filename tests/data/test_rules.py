@@ -65,6 +65,19 @@ def test_language(text: str, language: str) -> None:
     assert rules.language_of(text) == language
 
 
+def test_garbled() -> None:
+    sentence = "今天天气很好，我们出去走走，顺便买了一些水果。"
+    # Five signs in 100 characters are too many, five in 250 are not, and four in 20 may be about the thing itself.
+    assert rules.is_garbled("锛" * 5 + "天" * 95)
+    assert not rules.is_garbled("锛" * 5 + "天" * 245)
+    assert not rules.is_garbled("“锟斤拷”“锟斤拷”是乱码，锛和鐨是生僻字。")
+    assert rules.is_garbled(sentence.encode().decode("gbk", "replace"))
+    assert rules.is_garbled("锟斤拷锟斤拷锟斤拷锟斤拷锟斤拷")
+    assert rules.is_garbled("It \ufffds a \ufffd test \ufffd of \ufffd signs \ufffd.")
+    assert not rules.is_garbled(sentence)
+    assert not rules.is_garbled("Plain text.")
+
+
 def test_repetition_by_hand() -> None:
     assert rules.repetition("") == 0
     # Four equal lines: three of the four repeat the first.

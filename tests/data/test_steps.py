@@ -66,6 +66,7 @@ def test_what_survives_the_defaults_untouched(name: str) -> None:
     [
         ("", "empty"),
         (" \n\u200b ", "empty"),
+        ("锟斤拷锟斤拷锟斤拷锟斤拷锟斤拷，今天天气很好。", "garbled"),
         ("太短了", "too_short"),
         ("哈哈哈哈" * 20, "too_repetitive"),
         ("★☆★ ■□ ●○ ◆◇ ▲△ →← 你好 ♠♣ ▓░ ╬╦ ≈≠ ∑", "too_many_symbols"),

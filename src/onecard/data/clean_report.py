@@ -22,6 +22,7 @@ _LANGUAGES_DRAWN = 4
 
 MEANINGS = {
     "empty": "no text in it",
+    "garbled": "was read in a wrong encoding before, beyond repair",
     "other_language": "not in one of the languages that are kept",
     "boilerplate": "nothing but navigation and notices",
     "forum_filler": "nothing but the filler of forums",
