@@ -263,6 +263,14 @@ def speeds(_: argparse.Namespace) -> list[str]:
     return planned.table()
 
 
+def published(_: argparse.Namespace) -> list[str]:
+    """The planner's memory beside what others measured on cards; nothing is measured."""
+    import published as others
+    from onecard.train.forecast import memory as forecast
+
+    return ["### Memory of the planner beside published measurements", "", *others.table(list(others.compare(forecast)))]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "dense": dense,
     "sft": sft,
@@ -271,6 +279,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "clean": clean,
     "serve": serve,
     "speeds": speeds,
+    "published": published,
 }
 
 
