@@ -268,7 +268,8 @@ def published(_: argparse.Namespace) -> list[str]:
     import published as others
     from onecard.train.forecast import memory as forecast
 
-    return ["### Memory of the planner beside published measurements", "", *others.table(list(others.compare(forecast)))]
+    results = list(others.compare(forecast))
+    return ["### Memory of the planner beside published measurements", "", *others.table(results)]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
