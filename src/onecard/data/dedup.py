@@ -78,7 +78,7 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
     made = Signatures(
         np.zeros((len(texts), bands), dtype=np.uint32), np.zeros((len(texts), PERMUTATIONS), dtype=np.uint8)
     )
-    unspaced = [not text.isascii() and rules.is_unspaced(text) for text in texts]
+    unspaced = rules.are_unspaced(texts)
     for of_characters in (True, False):
         places = [place for place, one in enumerate(unspaced) if one is of_characters]
         if not places:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from onecard.data import characters
@@ -308,6 +309,16 @@ def is_unspaced(text: str) -> bool:
     """True for text of which most is written without spaces between words (Chinese, Japanese, Thai ...)."""
     counts = characters.count(characters.codes_of(_sample(text)))
     return 4 * (counts.han + counts.kana + counts.unspaced) > counts.letters
+
+
+def are_unspaced(texts: Sequence[str]) -> list[bool]:
+    """`is_unspaced` of many texts at once."""
+    import numpy as np
+
+    samples = [_sample(text) for text in texts]
+    lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
+    found = characters.count_each(characters.codes_of("".join(samples)), lengths)
+    return [4 * (counts.han + counts.kana + counts.unspaced) > counts.letters for counts in found]
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
