@@ -347,15 +347,15 @@ def test_a_run_that_was_trained_longer_since_is_taken_as_it_is(folder: Path, ask
     walk(folder)
     run_directory = folder / "out" / "pretrain"
 
-    def made_again(fingerprint: str) -> None:
-        (run_directory / "model" / "weights").write_text("other weights")
+    def made_again(fingerprint: str, weights: str) -> None:
+        (run_directory / "model" / "weights").write_text(weights)
         artifact.write_manifest(run_directory, "run", settings={}, fingerprint=fingerprint)
 
-    made_again(artifact.read_manifest(run_directory).fingerprint)
+    made_again(artifact.read_manifest(run_directory).fingerprint, "trained longer")
     # The stand-in for fine-tuning makes the same model of any other, so that it need not be asked again.
     assert states(folder) == ["skipped", "skipped", "skipped", "done", "done", "skipped"]
-    assert (run_directory / "model" / "weights").read_text() == "other weights"
-    made_again("another run")
+    assert (run_directory / "model" / "weights").read_text() == "trained longer"
+    made_again("another run", "other weights")
     assert states(folder)[2] == "done"
     assert (folder / "out" / "previous" / "pretrain-1" / "model" / "weights").read_text() == "other weights"
 
