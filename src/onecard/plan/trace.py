@@ -134,7 +134,8 @@ class Trace:
     def deepened(self, *, first: int, period: int, copies: int) -> Trace:
         """The trace of the same step with `copies` more of the layers `first` to `first + period - 1` after them.
 
-        NotPeriodic where their segments are not alike those of their neighbours.
+        NotPeriodic where what passes between them and their neighbours is not alike; that the layers themselves are of
+        kinds that come again after `period` is for the caller to know.
         """
         return _Deepening(self, first, period, copies).made() if copies else self
 

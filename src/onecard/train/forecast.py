@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onecard.data.batches import RowOrder
 from onecard.data.packing import RowBatch, Segment
 from onecard.model import attention
-from onecard.model.document_attention import document_attention, document_attention_backward
+from onecard.model import document_attention as documents
 from onecard.model.load import silence_transformers
 from onecard.model.lora import linear_layers
 from onecard.model.loss import head_of
@@ -39,6 +39,7 @@ from onecard.train.activations import Activations
 from onecard.train.compilation import decoder_layers
 from onecard.train.fake_card import HostMover, fake_card, replaced
 from onecard.train.loop import Loop, LoopSettings
+from onecard.train.metrics import RunLog
 from onecard.train.objectives import NextToken, Objective, _padded, accepted, packed_inputs
 from onecard.train.precision import Precision, convert
 from onecard.train.schedule import Schedule
@@ -48,6 +49,7 @@ _MARGINS = (1, 2, 3)
 _LONGEST_PERIOD = 8
 # What libraries keep is about the same on all cards before Hopper.
 _CAPABILITY = (8, 6)
+_ALL_BLOCKS = documents.blocks
 # More micro-batches than this hold no more: the second finds the gradients of the first.
 _MICRO_BATCHES = 2
 
@@ -128,15 +130,18 @@ def _trace(job: Job, traced_layers: int | None) -> Trace:
     return _step(job, layers)
 
 
-def held_bytes(job: Job) -> tuple[Loop, int]:
-    """The same loop on real tensors, for who measures a small model; and the bytes of its weights and states."""
+def held_bytes(job: Job, run: Path) -> tuple[Loop, int]:
+    """The same loop on real tensors, for who measures a small model; and the bytes of its weights and states.
+
+    `run` is a directory for its record.
+    """
     recorder = Recorder()
     with _quiet():
         loop, handles = _loop(job, job.model, _Rows(job), recorder, fake=False)
     for handle in handles:
         handle.remove()
     assert isinstance(loop.objective, _Watched)
-    loop.objective = loop.objective.inner
+    loop.objective, loop.log = loop.objective.inner, RunLog(run)
     found: list[Tensor] = [*loop.model.parameters(), *loop.model.buffers()]
     for unit in loop.optimizers.units:
         for state in unit.part.state.values():
@@ -204,8 +209,8 @@ def _step(job: Job, layers: int) -> Trace:
         return tensor.dim() >= 2 and tensor.shape[-1] == vocabulary and tensor.is_floating_point()
 
     bodies = {
-        torch.ops.onecard.document_attention.default: document_attention._init_fn,
-        torch.ops.onecard.document_attention_backward.default: document_attention_backward._init_fn,
+        torch.ops.onecard.document_attention.default: documents.document_attention._init_fn,
+        torch.ops.onecard.document_attention_backward.default: documents.document_attention_backward._init_fn,
     }
     recorder = Recorder(logits=is_logits, bodies=bodies, casts=job.device == "cpu")
     with ExitStack() as stack:
@@ -215,6 +220,7 @@ def _step(job: Job, layers: int) -> Trace:
         if job.device == "cuda":
             stack.enter_context(fake_card(recorder, keeps_softmax_inputs=job.engine.keeps_softmax_inputs))
         stack.enter_context(replaced(eight_bit, "ranges", _few_ranges))
+        stack.enter_context(replaced(documents, "blocks", _few_blocks))
         loop, handles = _loop(job, config, rows, recorder, fake=True)
         try:
             if job.activation_offload:
@@ -243,13 +249,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _few_ranges(count: int, chunk: int) -> Iterator[slice]:
-    """`eight_bit.ranges` without the many chunks in the middle, which take the room of the one before."""
+    """`eight_bit.ranges` without all but two chunks, for each takes the room of the one before."""
     whole = count - count % eight_bit.BLOCK
-    starts = list(range(0, whole, chunk))
-    for start in starts if len(starts) <= 3 else [*starts[:2], starts[-1]]:
+    for start in range(0, min(whole, 2 * chunk), chunk):
         yield slice(start, min(start + chunk, whole))
     if whole < count:
         yield slice(whole, count)
+
+
+def _few_blocks(*args: Any, **settings: Any) -> list[documents.Block]:
+    """`document_attention.blocks` without those in the middle, likewise."""
+    found = list(_ALL_BLOCKS(*args, **settings))
+    return found if len(found) <= 3 else [*found[:2], found[-1]]
 
 
 class _Rows:
@@ -416,7 +427,8 @@ def _take_a_step(chosen: optimizers.Optimizers, model: Any, recorder: Recorder, 
     for unit in chosen.units:
         for parameter in unit.parameters:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        unit.step()
+        with replaced(eight_bit, "ranges", lambda *_: ()):  # states in 8 bits are there before the first chunk
+            unit.step()
         for parameter in unit.parameters:
             parameter.grad = None
         for parameter, target in zip(unit.parameters, unit.targets):
