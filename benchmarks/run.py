@@ -263,6 +263,13 @@ def speeds(_: argparse.Namespace) -> list[str]:
     return planned.table()
 
 
+def planner(_: argparse.Namespace) -> list[str]:
+    """The planner's memory beside what the profiler counts."""
+    from planner import table as compared
+
+    return compared(measure("planner.py", [])["rows"])
+
+
 def published(_: argparse.Namespace) -> list[str]:
     """The planner's memory beside what others measured on cards; nothing is measured."""
     import published as others
@@ -281,6 +288,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "serve": serve,
     "speeds": speeds,
     "published": published,
+    "planner": planner,
 }
 
 
