@@ -86,7 +86,7 @@ class Workers:
         paths = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
         for _ in range(self.count):
             child = subprocess.Popen(
-                [sys.executable, "-c", "from onecard.data.workers import serve; serve()"],
+                [sys.executable, "-P", "-c", "from onecard.data.workers import serve; serve()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
