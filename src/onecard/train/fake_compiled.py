@@ -5,7 +5,8 @@ cuts it where least is kept. Both are run here as they are in a run. What the co
 imitated: operations on single values are fused into those that use them and get no memory of their own, unless a matrix
 product, an attention or the outside reads them; a fused result takes the place of an input of its size that nobody
 needs any more; everything else lives from the operation that makes it to the last that reads it.
-Approximated are: the order of operations (the compiler may move some), the patterns it recognises (a softmax, a random
+A layer that reads the content of tensors (attention document by document) is not compiled as a whole and runs plainly
+here. Approximated are: the order of operations (the compiler may move some), the patterns it recognises (a softmax, a random
 mask), reads above which it keeps a value although it could fuse it, and padding of matrices. `checkpointing` is done as
 the compiler does it: by marks on the graph. Layers of one kind are traced once.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
@@ -26,6 +28,7 @@ from onecard.plan.trace import Recorder
 from onecard.train.activations import _policy
 from onecard.train.compilation import decoder_layers
 
+_READS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Above so many reads a value with several users is kept rather than computed in each of them.
 _MOST_READS = 4
 _FUSED = {
@@ -65,10 +68,15 @@ class _Layer:
         key = (self._kind, shapes, others, spec, layer.training, way is not None)
         if key not in self._made:
             self._made[key] = self._trace([name for name, _ in weights], leaves, spec, way)
-        function, out_spec = self._made[key]
-        with self._recorder.passive():
-            flat = function(*(weight for _, weight in weights), *tensors)
-        return pytree.tree_unflatten(list(flat), out_spec[0])
+        if self._made[key] is not None:
+            function, out_spec = self._made[key]
+            try:
+                with self._recorder.passive():
+                    flat = function(*(weight for _, weight in weights), *tensors)
+                return pytree.tree_unflatten(list(flat), out_spec[0])
+            except _READS_CONTENT:
+                self._made[key] = None
+        return self._plain(*args, **kwargs)
 
     def _trace(self, names: list[str], leaves: list[Any], spec: Any, way: Any) -> tuple[Any, list[Any]]:
         from torch._functorch.aot_autograd import aot_function
