@@ -248,6 +248,14 @@ def test_no_held_out_document_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no document is held out" in capsys.readouterr().err
 
 
+def test_what_was_masked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"{FIRST}电话13812345678、13912345678，邮箱a@firm.cn"}])
+    assert run(tmp_path, path)["changes"] == {"personal_data: email": 1, "personal_data: mobile": 2}
+    assert "Personal data was masked: 1 email, 2 mobile." in capsys.readouterr().err
+    run(tmp_path, path, personal_data="keep")
+    assert "masked" not in capsys.readouterr().err
+
+
 def test_json_output_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": FIRST}])
     assert main(["clean", str(path), "--output", str(tmp_path / "corpus"), "--json"]) == 0

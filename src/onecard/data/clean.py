@@ -225,6 +225,10 @@ def _show(config: CleanConfig, report: dict[str, Any]) -> None:
     if report["rejected"]:
         console.table("Rejected (see rejected-00000.jsonl)", ["reason", "rows"], list(report["rejected"].items()))
     console.result(f"{report['kept']:,} documents, {report['characters']:,} characters. {config.output}/report.html")
+    kinds = {what.partition(": ")[2]: count for what, count in report["changes"].items() if ": " in what}
+    if kinds:
+        found = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        console.note(f"  Personal data was masked: {found}. The report shows examples; personal_data = keep leaves it.")
     if config.held_out > 0 and not report["held_out"]:
         console.warn(
             "no document is held out (fewer than 10 in each source): nothing is kept back to measure with. "
