@@ -284,8 +284,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What `lines` wants to know."""
     parser.add_argument("--chinese", type=Path, nargs="*", default=[], help="files of Chinese text")
     parser.add_argument("--english", type=Path, nargs="*", default=[], help="files of English text")
-    parser.add_argument("--megabytes", type=float, default=48, help="input of a measurement of onecard")
-    parser.add_argument("--peer-megabytes", type=float, default=12, help="input of a measurement of datatrove")
+    parser.add_argument("--megabytes", type=float, default=160, help="input of a measurement of onecard")
+    parser.add_argument("--peer-megabytes", type=float, default=24, help="input of a measurement of datatrove")
     parser.add_argument("--large-megabytes", type=float, default=0, help="one more run, for its memory (such as 3000)")
     parser.add_argument(
         "--scratch", type=Path, help="folder for the input and what is made of it (three times its size)"
