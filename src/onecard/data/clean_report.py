@@ -158,7 +158,7 @@ def _changes(made: report.Page, result: Mapping[str, Any], changes: Sequence[Cha
     )
     counts = result.get("changes", {})
     if counts:
-        made.table(["step", "changes"], list(counts.items()))
+        made.table(["step", "changes, in rejected documents too"], list(counts.items()))
     by_step: dict[str, list[Change]] = {}
     for change in changes:
         by_step.setdefault(change.caption.partition(":")[0], []).append(change)
