@@ -190,7 +190,9 @@ def test_unlike_the_reference(tmp_path: Path) -> None:
     assert steps(reference=reference, maximum_bits_per_byte=100).apply(refused.text).reason is None
     reference.write_text("太短", encoding="utf-8")
     with pytest.raises(DataError, match="at least 20,000 characters"):
-        steps(reference=reference.rename(tmp_path / "short.txt"))
+        steps(reference=reference)
+    with pytest.raises(DataError, match="there is no such reference"):
+        steps(reference=tmp_path / "gone.txt")
 
 
 FRAGMENTS = [

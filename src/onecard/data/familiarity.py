@@ -84,13 +84,22 @@ def _places(codes: Numbers, order: int) -> npt.NDArray[np.intp]:
     return (mixed >> np.uint64(64 - _TABLE_BITS)).astype(np.intp)
 
 
-@functools.lru_cache(maxsize=2)
 def familiarity_with(path: Path) -> tuple[Familiarity, float]:
     """The model of a reference file, and the bits per byte up to which a text is like it.
 
     The limit is measured: what 99 in 100 pieces of the reference's own last tenth need under a model of the rest, and a
-    quarter more. DataError for a reference that is too short to say.
+    quarter more. DataError for a reference that is missing, or too short to say.
     """
+    try:
+        state = path.stat()
+    except OSError:
+        raise DataError("there is no such reference.", "Check the path.", file=path) from None
+    return _made(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=2)
+def _made(path: Path, modified_ns: int, size_bytes: int) -> tuple[Familiarity, float]:
+    """Made once a process for each state of the file."""
     import numpy as np
 
     text = _read(path)
