@@ -273,6 +273,9 @@ class PretrainConfig(TrainingConfig):
     mix: dict[str, Annotated[float, Field(ge=0)]] = setting(
         {}, "passes over each source in an epoch (1 where not named), such as { poems = 2, news = 0.5 }"
     )
+    mix_shares: dict[str, Fraction] = setting(
+        {}, "instead of mix: shares of an epoch's tokens, such as { poems = 0.3 }; the others keep their proportions"
+    )
 
     @model_validator(mode="after")
     def _size_can_be_chosen(self) -> Self:

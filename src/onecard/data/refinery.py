@@ -21,7 +21,7 @@ from onecard import artifact, console
 from onecard.config import CleanConfig
 from onecard.data.documents import RawDocument, read_raw_items
 from onecard.data.records import refuse
-from onecard.data.shards import EXAMPLES, Batch, summary_of, tidy
+from onecard.data.shards import EXAMPLES, LONGEST_REJECTED_CHARACTERS, Batch, summary_of, tidy
 from onecard.data.sources import source_files
 from onecard.data.workers import Workers
 from onecard.errors import ArtifactError
@@ -215,7 +215,7 @@ def batches(
             else:
                 refuse(item, strict=config.strict, reject=lambda _: None)
                 name = f"{source.name}:{item.line}" if item.line else source.name
-                done = cutter.add(name, item.text, item.file, item.line, item.reason)
+                done = cutter.add(name, item.text[:LONGEST_REJECTED_CHARACTERS], item.file, item.line, item.reason)
             if done is not None:
                 yield done
         last = cutter.finish()

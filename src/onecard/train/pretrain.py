@@ -10,6 +10,7 @@ from onecard import artifact, console
 from onecard.config import PretrainConfig
 from onecard.data import token_cache
 from onecard.data.corpus import Split, read_documents
+from onecard.data.mixing import passes
 from onecard.data.packing import StreamRows
 from onecard.data.tokens import TokenStore, write_store
 from onecard.errors import ArtifactError, ConfigError, DataError
@@ -54,11 +55,13 @@ def prepare(config: PretrainConfig) -> Task:
     held_out = _store(run, config.corpus, "held_out", tokenizer, vocabulary, tokenizer_mark)
     if store is None:
         raise DataError(f"The corpus {config.corpus} has no document to train on.", "Run `onecard clean` on more text.")
-    unknown = set(config.mix) - set(store.sources)
+    unknown = {*config.mix, *config.mix_shares} - set(store.sources)
     if unknown:
         name = sorted(unknown)[0]
         hint = nearest(name, store.sources).strip() or f"Sources: {', '.join(store.sources)}."
         raise ConfigError(f"mix names a source {name} that the corpus does not have.", hint)
+    if config.mix_shares and not config.mix:  # what was set in the run itself counts more
+        config = config.model_copy(update={"mix": passes(config.mix_shares, _tokens_by_source(store))})
     weights = [config.mix.get(name, 1.0) for name in store.sources]
     precision = choose(config.precision if run.plan is None else run.plan["precision"])
     shape = _shape(config, run, store, vocabulary, precision.flops_per_second, precision.device, weights)
@@ -136,6 +139,11 @@ def starts_from_counts(config: PretrainConfig, shape: Preset, vocabulary: int, w
     if config.start != "auto":
         return config.start == "bigram"
     return fits and fit_flops(vocabulary, shape.width) <= LARGEST_START_SHARE * work
+
+
+def _tokens_by_source(store: TokenStore) -> dict[str, int]:
+    lengths = store.lengths()
+    return {name: int(lengths[store.source_of == place].sum()) for place, name in enumerate(store.sources)}
 
 
 def _check_mix(sources: list[str], per_source: list[int], weights: list[float]) -> None:
