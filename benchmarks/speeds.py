@@ -114,8 +114,8 @@ def table() -> list[str]:
         "",
         "Tokens a second, predicted from the table of cards (nothing run on a card) or from the CPU's measured rate of "
         "products, beside what was measured: on cards by others, who left unsaid what is in the last column; on the "
-        "CPU by us, in the sections above. The shares of rates in plan/speed.py were set once, with these rows in view, "
-        "and none for a single row: other cards and models are the test of them.",
+        "CPU by us, in the sections above. The shares of rates in plan/speed.py were set once, with these rows in "
+        "view, and none for a single row: other cards and models are the test of them.",
         "",
         "| | machine | measured | predicted | ratio | expected within | assumed |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

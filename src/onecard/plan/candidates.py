@@ -44,6 +44,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "activation_offload": (False, True),
     "optimizer_states": ("fp32", "8bit", "host"),
     "optimizer_in_backward": (False, True),
+    "gradients": ("fp32", "bf16"),
 }
 PLAIN: dict[str, Any] = {name: values[0] for name, values in WAYS.items() if values} | {"precision": "bf16"}
 _WORDS = {
@@ -55,8 +56,14 @@ _WORDS = {
     ("optimizer_states", "host"): "optimizer states on the host",
     ("optimizer_in_backward", True): "optimizer in backward",
     ("precision", "pure_bf16"): "weights in bf16",
+    ("gradients", "bf16"): "gradients in bf16",
 }
-_APPROXIMATE = {("activation_compression", "8bit"), ("optimizer_states", "8bit"), ("precision", "pure_bf16")}
+_APPROXIMATE = {
+    ("activation_compression", "8bit"),
+    ("optimizer_states", "8bit"),
+    ("precision", "pure_bf16"),
+    ("gradients", "bf16"),
+}
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ def all_of(job: Job, target: Target, *, rows_per_update: int, fixed: frozenset[s
     `clipping`: gradients are clipped by their norm, which a step inside backward cannot know.
     """
     axes = {name: _values(name, job, target, clipping) for name in WAYS if name not in fixed}
+    room, shape = HOST_SHARE * (target.host_memory_bytes or math.inf), shape_of(job.model)
     for batch_size, steps in splits(job, target, rows_per_update, fixed):
         for chosen in product(*axes.values()):
             made = replace(
@@ -116,7 +124,7 @@ def all_of(job: Job, target: Target, *, rows_per_update: int, fixed: frozenset[s
                 device=target.device,
                 **dict(zip(axes, chosen, strict=True)),
             )
-            if possible(made) and host_bytes(made) <= HOST_SHARE * (target.host_memory_bytes or math.inf):
+            if possible(made) and host_bytes(made, shape) <= room:
                 yield made
 
 
@@ -127,8 +135,10 @@ def _values(name: str, job: Job, target: Target, clipping: bool) -> tuple[Any, .
         return (False,)
     if name == "optimizer_in_backward" and (clipping or job.method != "full"):
         return (False,)
-    if name == "optimizer_states" and job.optimizer in ("adafactor", "sgd"):
+    if name == "gradients" and job.method != "full":
         return ("fp32",)
+    if name == "optimizer_states" and (job.optimizer in ("adafactor", "sgd") or job.method != "full"):
+        return ("fp32",)  # there are next to none
     if name == "optimizer_states" and target.device == "cpu":
         return ("fp32", "8bit")
     return WAYS[name]
@@ -194,11 +204,10 @@ def kept_bytes(job: Job, shape: Shape | None = None) -> int:
     return int(total + trained * values * {"fp32": 4.0, "8bit": 1.03, "host": 0.0}[job.optimizer_states])
 
 
-def host_bytes(job: Job, shape: Shape | None = None) -> float:
+def host_bytes(job: Job, shape: Shape) -> float:
     """Bytes that a card keeps in the memory of the host (about)."""
     if job.device == "cpu":
         return 0.0
-    shape = shape or shape_of(job.model)
     states = {"adamw": 8, "muon": 4}.get(job.optimizer, 0) if job.optimizer_states == "host" else 0
     size = 1 if job.activation_compression == "8bit" else BYTES[job.precision]
     kept = job.batch_size * row_tokens(job) * kept_values(job, shape) * size if job.activation_offload else 0.0

@@ -7,7 +7,6 @@ something that did not fit is not asked about. Out: candidates, the best first; 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +25,7 @@ from onecard.plan.candidates import (
     words,
 )
 from onecard.plan.job import Job, Memory, Speed, Target
-from onecard.plan.shape import shape_of
+from onecard.plan.shape import Shape, shape_of
 from onecard.plan.speed import speed
 
 MemoryOf = Callable[[Job], Memory]
@@ -34,10 +33,12 @@ SpeedOf = Callable[[Job, Target], Speed]
 # What stays free: the planner's own error, and what a desktop takes in the middle of a run.
 MARGIN = 0.05
 ALTERNATIVES = 3
-# Asked at most so often, and after so many seconds no more, but a few times in any case.
-MOST_CALLS, LEAST_CALLS, MOST_SECONDS = 16, 4, 14.0
+# Asked at most so often; counted and not timed, so that a search finds the same on every machine.
+MOST_CALLS = 10
 # A guess may be so far off before its kind was ever asked about, and after.
-TRUST_BEFORE, TRUST_AFTER = 1.1, 1.03
+TRUST_BEFORE, TRUST_AFTER = 1.05, 1.03
+# An allocator keeps about so much more than tensors take.
+RESERVED = 1.05
 # An alternative that uses more ways than a faster one must hold so much less to be worth telling.
 WORTH_TELLING = 0.85
 
@@ -51,11 +52,11 @@ class Asked:
     margin: float
     speed_of: SpeedOf = speed
     calls: int = 0
-    started: float = field(default_factory=time.monotonic)
     _answers: dict[Any, Memory] = field(default_factory=dict)
     # What was told over what was guessed, of the bytes that stay and of those that pass, by what decides them.
     _staying: dict[Any, float] = field(default_factory=dict)
     _passing: dict[Any, float] = field(default_factory=dict)
+    _sums: tuple[float, float] = (0.0, 0.0)
 
     @property
     def limit_bytes(self) -> float:
@@ -65,8 +66,7 @@ class Asked:
     @property
     def exhausted(self) -> bool:
         """Whether enough was asked."""
-        late = time.monotonic() - self.started > MOST_SECONDS
-        return self.calls >= MOST_CALLS or (late and self.calls >= LEAST_CALLS)
+        return self.calls >= MOST_CALLS
 
     def of(self, job: Job) -> Candidate:
         """A job with its memory and speed. More than two micro-batches hold what two hold."""
@@ -90,21 +90,19 @@ class Asked:
         staying = told or kept_bytes(job)
         self._staying[_state(job)] = staying / kept_bytes(job)
         constant, grows = passing_bytes(job)
-        self._passing[_kind(job)] = max(0.1, (memory.needed_bytes - staying - constant) / grows)
+        passing = max(0.1 * grows, memory.needed_bytes / RESERVED - staying - constant)
+        self._passing[_kind(job)] = passing / grows
+        self._sums = self._sums[0] + passing, self._sums[1] + grows
 
     def guess(self, option: Option) -> tuple[float, float]:
         """Bytes that an option needs, and the factor by which that may be too much."""
         asked = option.kind in self._passing and option.state in self._staying
-        staying = self._staying.get(option.state, _median(self._staying))
-        passing = self._passing.get(option.kind, _median(self._passing))
+        # What is small is far off more easily, so kinds never asked about follow the sums.
+        staying = self._staying.get(option.state, 1.0)
+        passing = self._passing.get(option.kind, self._sums[0] / self._sums[1] if self._sums[1] else 1.0)
         trust = TRUST_AFTER if asked else TRUST_BEFORE
         constant, grows = option.passing_bytes
-        return staying * option.kept_bytes + constant + passing * grows, trust
-
-
-def _median(ratios: dict[Any, float]) -> float:
-    order = sorted(ratios.values())
-    return order[len(order) // 2] if order else 1.0
+        return RESERVED * (staying * option.kept_bytes + constant + passing * grows), trust
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ class Option:
     kind: tuple[Any, ...]
 
 
-def _option(job: Job, target: Target, speed_of: SpeedOf) -> Option:
-    shape = shape_of(job.model)
+def _option(job: Job, shape: Shape, target: Target, speed_of: SpeedOf) -> Option:
     seconds = preference(job, speed_of(job, target).seconds_per_update)
     return Option(
         job,
@@ -144,7 +141,7 @@ def _key(job: Job) -> tuple[Any, ...]:
 
 def _state(job: Job) -> tuple[Any, ...]:
     """Jobs whose staying bytes a guess is wrong about in the same way."""
-    return job.precision, job.optimizer_states, job.optimizer_in_backward
+    return job.precision, job.optimizer_states, job.optimizer_in_backward, job.gradients
 
 
 def _kind(job: Job) -> tuple[Any, ...]:
@@ -171,7 +168,8 @@ def best(
     """
     asked = Asked(memory, target, margin, speed_of)
     jobs = all_of(job, target, rows_per_update=rows_per_update, fixed=fixed, clipping=clipping)
-    options = sorted((_option(one, target, speed_of) for one in jobs), key=lambda option: option.preference)
+    shape = shape_of(job.model)
+    options = sorted((_option(one, shape, target, speed_of) for one in jobs), key=lambda option: option.preference)
     return _fitting(options, asked) or _nearest(options, asked)
 
 

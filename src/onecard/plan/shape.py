@@ -80,7 +80,7 @@ _MOST_KEPT = 256
 
 def shape_of(config: Any) -> Shape:
     """The sizes of the model of a transformers configuration."""
-    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    key = f"{type(config).__name__} {vars(config)}"  # all that can differ; its JSON takes ten times as long
     if key not in _shapes:
         _shapes[key] = _measured(config)
         while len(_shapes) > _MOST_KEPT:
