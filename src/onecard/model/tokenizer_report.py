@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-# Of each language. The curve is drawn from the first part of them and measured on the rest.
-MEASURED_CHARACTERS = own.MEASURED_CHARACTERS
+# The curve: characters read, and the share of them that it is measured on.
 CURVE_CHARACTERS = 8_000_000
 CURVE_HELD_OUT = 0.1
 # Models for which the vocabulary sizes are compared.
 SHOWN_SIZES = ("12M", "125M", "1B")
+SPLITS_SHOWN = 20
+LONGEST_SHOWN = 40
 
 
 def report(config: TokenizerReportConfig) -> dict[str, Any]:
@@ -54,15 +55,13 @@ def report(config: TokenizerReportConfig) -> dict[str, Any]:
     artifact.check_output(config.output, overwrite=config.overwrite, inputs=inputs)
     tokenizers = {_label(path, config.tokenizers): load_tokenizer(path) for path in config.tokenizers}
     console.heading(f"Comparing {len(tokenizers)} tokenizer{'s' if len(tokenizers) > 1 else ''}")
-    measured = {name: own.Measurement() for name in tokenizers}
-    for name, tokenizer in tokenizers.items():
-        own.count(tokenizer, own.limited(_documents(config)), measured[name])
-        own.look_at_entries(tokenizer, measured[name])
+    texts = list(own.limited(_texts(config)))
+    measured = {name: _measured(tokenizer, config, texts) for name, tokenizer in tokenizers.items()}
     if not next(iter(measured.values())).by_language:
         raise DataError("There is no text to measure on.", "Give files that hold some.")
     terms = [] if config.terms is None else read_terms(config.terms)
     splits = {term: {name: own.pieces(each, term) for name, each in tokenizers.items()} for term in terms}
-    curve = _curve(config) if config.sizes else []
+    curve = _curve(config, texts) if config.sizes else []
     result = {
         "tokenizers": {name: _numbers(tokenizers[name], measured[name]) for name in tokenizers},
         "terms": {
@@ -88,18 +87,16 @@ def _label(path: Path, among: Sequence[Path]) -> str:
     return name if sum(other.resolve().name == name for other in among) == 1 else str(path)
 
 
-def _documents(config: TokenizerReportConfig) -> Iterator[Document]:
-    """The held-out documents of the corpus (all, if none is held out), or those of the files."""
+def _measured(
+    tokenizer: PreTrainedTokenizerFast, config: TokenizerReportConfig, texts: list[Document]
+) -> own.Measurement:
+    """What the text comes to: the held-out documents of a corpus, or the files."""
     if config.corpus is not None:
-        held_out = read_documents(config.corpus, "held_out")
-        first = next(held_out, None)
-        if first is None:
-            yield from read_documents(config.corpus)
-        else:
-            yield first
-            yield from held_out
-        return
-    yield from _texts(config)
+        return own.measure(tokenizer, config.corpus)
+    found = own.Measurement()
+    own.count(tokenizer, texts, found)
+    own.look_at_entries(tokenizer, found)
+    return found
 
 
 def _texts(config: TokenizerReportConfig) -> Iterator[Document]:
@@ -131,12 +128,12 @@ def _numbers(tokenizer: PreTrainedTokenizerFast, found: own.Measurement) -> dict
 # --- the curve ----------------------------------------------------------------------------------------------------
 
 
-def _curve(config: TokenizerReportConfig) -> list[dict[str, Any]]:
+def _curve(config: TokenizerReportConfig, texts: Iterable[Document]) -> list[dict[str, Any]]:
     """Tokens that unseen text takes at each vocabulary size, with a BPE trained on this text.
 
     The merges of a smaller vocabulary are the first of a larger one, so that one training gives all sizes.
     """
-    texts = read_documents(config.corpus, "train") if config.corpus is not None else _texts(config)
+    texts = read_documents(config.corpus, "train") if config.corpus is not None else texts
     learned, held_out = _two_parts(document.text for document in texts)
     trained = train_model(
         learned, vocabulary_size=max(config.sizes), pre_tokenizer="qwen2", maximum_token_characters=16
@@ -203,6 +200,8 @@ def _page(
         "training, faster answers and a longer memory; more entries mean a larger table in the model.",
     )
     page.facts({f"characters a token, {name}": _overall(measured[name]) for name in names})
+    for note in measured[names[0]].notes:
+        page.paragraph(f"Note: {note}")
     for kind in ("language", "source"):
         _side_by_side(page, kind, {name: getattr(measured[name], f"by_{kind}") for name in names})
     page.heading("Entries")
@@ -213,7 +212,7 @@ def _page(
                 name,
                 len(tokenizers[name].get_vocab()),
                 f"{100 * measured[name].unused_share:.1f} %",
-                own.visible(measured[name].longest[0][0]) if measured[name].longest else "",
+                own.visible(measured[name].longest[0][0][:LONGEST_SHOWN]) if measured[name].longest else "",
             ]
             for name in names
         ],
@@ -226,7 +225,7 @@ def _page(
             [[term, *(sum(count for _, count in found[name]) for name in names)] for term, found in splits.items()],
             "Tokens that each term takes.",
         )
-        for term, found in splits.items():
+        for term, found in list(splits.items())[:SPLITS_SHOWN]:
             for name in names:
                 page.pieces(found[name], f"{term}, {name}")
     _samples(page, tokenizers, measured)
@@ -247,21 +246,12 @@ def _side_by_side(page: Page, kind: str, counts: dict[str, dict[str, own.Count]]
     rows = sorted(counts[names[0]])
     page.heading(f"By {kind}")
     page.table(
+        [kind, "characters", *names],
         [
-            kind,
-            "characters",
-            *(f"tokens, {name}" for name in names),
-            *(f"characters a token, {name}" for name in names),
-        ],
-        [
-            [
-                row,
-                counts[names[0]][row].characters,
-                *(counts[name][row].tokens for name in names),
-                *(counts[name][row].characters_per_token for name in names),
-            ]
+            [row, counts[names[0]][row].characters, *(counts[name][row].characters_per_token for name in names)]
             for row in rows
         ],
+        "Characters a token (tokens and bytes are in report.json).",
     )
     if kind != "language" or len(names) == 1:
         return

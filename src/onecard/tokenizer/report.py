@@ -254,11 +254,10 @@ def _terms_table(page: Page, terms: Terms) -> None:
         "displaced, the least used of the vocabulary."
     )
     page.table(
-        ["term", "from", "occurs", "without", "now", "new entries", "saves tokens", "one token where it occurs"],
+        ["term", "occurs", "without", "now", "new entries", "saves tokens", "one token where it occurs"],
         [
             [
-                row.text,
-                row.origin,
+                row.text + (" (found)" if row.origin == "mined" else ""),
                 row.count,
                 " · ".join(map(visible, row.before)),
                 " · ".join(map(visible, row.after)),
