@@ -30,15 +30,22 @@ GIB = 1 << 30
 # Recipes for the largest card alone.
 FOR_32_GB = ("pretrain-2b",)
 ROW_TOKENS = 2048
+# Models that people fine-tune today.
+FAMILIES = ("llama-3", "qwen2.5", "qwen3", "mistral", "gemma-2-", "gemma-3", "phi-4")
 LONGEST = (("llama-3.2-1b", "full"), ("llama-3.1-8b", "lora"), ("llama-3.1-8b", "qlora"), ("qwen2.5-14b", "qlora"))
 Table = tuple[list[str], list[list[str]]]
 
 
 def recipes() -> list[Path]:
     """Every recipe for cards, the small models first."""
-    order = ("pretrain", "finetune", "lora", "qlora", "bert", "gpt2")
-    kind = {path: next(i for i, word in enumerate(order) if path.stem.startswith(word)) for path in RECIPES.glob("*")}
-    return sorted(kind, key=lambda path: (kind[path], len(path.stem), path.stem))
+    kinds = ("pretrain", "finetune", "lora", "qlora", "bert", "gpt2")
+
+    def place(path: Path) -> tuple[int, float]:
+        kind, _, size = path.stem.partition("-")
+        number = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]] if size[-1:] in ("m", "b") else 0.0
+        return kinds.index(kind), number
+
+    return sorted(RECIPES.glob("*.toml"), key=place)
 
 
 def cards_of(path: Path) -> tuple[str, ...]:
@@ -96,6 +103,7 @@ def largest_table(memory_of: MemoryOf) -> Table:
                 memory_of,
                 method=method,  # type: ignore[arg-type]
                 context_tokens=ROW_TOKENS,
+                names=[name for name in architectures.names() if name.startswith(FAMILIES)],
             )
             _say(answer.text)
             cells.append(_named(answer))

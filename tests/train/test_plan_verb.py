@@ -37,6 +37,7 @@ FIXED: dict[str, Any] = {
     "precision": "bf16",
     "optimizer_states": "fp32",
     "optimizer_in_backward": False,
+    "gradients": "fp32",
     "activation_checkpointing": "none",
     "activation_offload": False,
     "activation_compression": "none",
@@ -126,7 +127,7 @@ def test_a_thin_margin_and_a_card_nobody_measured_are_said(model: Path, capsys: 
     asked(model, on=OF_THE_TABLE, **FIXED | {"batch_size": 1})
     text = capsys.readouterr().out
     assert "thin margin" not in text and "onecard has not been measured on one" in text
-    assert "backward, layer 1" in text and "layers.1.mlp.up_proj (1.0 GiB)" in text
+    assert "backward, layer 1" in text and "layers.1.mlp.up_proj: 1.0 GiB" in text
 
 
 def test_adapters_take_weights_of_16_bits_where_those_are_fast(model: Path) -> None:
@@ -248,6 +249,14 @@ def test_the_size_for_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "100M" in capsys.readouterr().out
 
 
+def test_a_model_that_cannot_be_traced_is_said_to_be_one(model: Path) -> None:
+    def broken(_: Job) -> Any:
+        raise NotImplementedError("no fake of this")
+
+    with pytest.raises(ConfigError, match=r"a llama model cannot be predicted here \(no fake of this\)"):
+        plan(build(PlanConfig, {"model": str(model), **FIXED}), broken, TOY)
+
+
 def test_json_is_quiet(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console.configure(json_output=True)
     asked(model, **FIXED)
@@ -262,7 +271,7 @@ def test_a_job_that_is_planned_is_the_one_that_was_asked(model: Path) -> None:
         return formula(job)
 
     settings = FIXED | {"optimizer": "adafactor", "target_modules": ["q_proj"], "packing": False, "compile": False}
-    plan(build(PlanConfig, {"model": str(model), **settings, "gradients": "bf16"}), spy, TOY)
+    plan(build(PlanConfig, {"model": str(model), **settings | {"gradients": "bf16"}}), spy, TOY)
     first = seen[0]
     assert (first.optimizer, first.gradients, first.device) == ("adafactor", "bf16", "cuda")
     assert not first.packed and not first.engine.compiled

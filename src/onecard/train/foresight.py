@@ -168,9 +168,21 @@ def ways_of(config: TrainingConfig) -> dict[str, Any]:
 
 def forecast() -> MemoryOf:
     """The engine's own prediction."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
     from onecard.train.forecast import memory
 
-    return memory
+    def of(job: Job) -> Memory:
+        try:
+            return memory(job)
+        except DataDependentOutputException:
+            if not job.packed:
+                raise
+            # Attention with dropout goes from document to document, and tensors without content do not tell where one
+            # ends: a full row of one document is the same unpacked.
+            return memory(replace(job, packed=False))
+
+    return of
 
 
 def this_machine() -> Target:

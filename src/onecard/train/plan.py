@@ -14,10 +14,10 @@ from typing import Any
 from onecard import artifact, console
 from onecard.config import PlanConfig
 from onecard.console import format_bytes
-from onecard.errors import ConfigError, DoesNotFit
+from onecard.errors import ConfigError, DoesNotFit, OnecardError
 from onecard.plan import questions
 from onecard.plan.candidates import Candidate
-from onecard.plan.job import Job, Target
+from onecard.plan.job import Job, Memory, Target
 from onecard.plan.targets import target
 from onecard.settings import build, read_toml, relative_to
 from onecard.train import foresight, plan_report, relief
@@ -39,7 +39,7 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
     _check(config, recipe)
     if config.output is not None:
         artifact.check_output(config.output, overwrite=config.overwrite, inputs=[])
-    memory = memory or foresight.forecast()
+    memory = _or_say_why(memory or foresight.forecast())
     on = on or target(config.card)
     if config.compute_optimal:
         return _compute_optimal(config, on)
@@ -53,6 +53,24 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
     if config.longest_context:
         return _longest_context(config, subjects[0], on, memory)
     return _plan(config, [planned(subject, on, memory, explain=config.output is not None) for subject in subjects])
+
+
+def _or_say_why(memory: MemoryOf) -> MemoryOf:
+    """A kind of model whose step cannot be traced is no reason for a traceback."""
+
+    def of(job: Job) -> Memory:
+        try:
+            return memory(job)
+        except OnecardError:
+            raise
+        except Exception as fault:
+            reason = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+            raise ConfigError(
+                f"The memory of a {job.model.model_type} model cannot be predicted here ({reason[:160]}).",
+                "Other settings, such as packing = false, may be predictable; a run says what it can and goes on.",
+            ) from fault
+
+    return of
 
 
 def with_table(config: PlanConfig, recipe: Recipe) -> PlanConfig:

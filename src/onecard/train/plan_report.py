@@ -30,6 +30,8 @@ COLORS = {
     "workspace": "#98a2b3",
 }
 MOST_SAVINGS, MOST_TENSORS = 3, 3
+# Parts of the update that are narrower in the picture stay without a name.
+LEAST_LABELLED = 0.08
 Table = tuple[list[str], list[list[Any]]]
 
 
@@ -121,7 +123,7 @@ def sentences(made: Planned) -> list[str]:
     said = []
     largest = made.chosen.memory.largest[:MOST_TENSORS]
     if made.peak_place:
-        tensors = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)
+        tensors = ", ".join(f"{name}: {format_bytes(size)}" for name, size in largest)
         said.append(
             f"The most is held in: {made.peak_place}." + (f" Its largest tensors: {tensors}." if tensors else "")
         )
@@ -209,10 +211,12 @@ def _section(into: Page, made: Planned, price: float | None, currency: str) -> N
             "driver leaves of the card for them.",
             height=3.8,
         )
-    into.table(*memory_table(made))
-    into.table(*time_table(made, price, currency))
+    into.table(*memory_table(made), caption="Memory of the device, when most of it is held.")
+    into.table(
+        *time_table(made, price, currency), caption="Time and energy, with the range in which they are expected."
+    )
     if made.alternatives:
-        into.table(*alternatives_table(made))
+        into.table(*alternatives_table(made), caption="Other settings that would do.")
     for sentence in sentences(made):
         into.paragraph(sentence)
     into.table(["setting", "value"], [[name, _value(value)] for name, value in settings_of(made.chosen.job).items()])
@@ -230,7 +234,7 @@ def draw(axes: Axes, moments: tuple[Moment, ...], limit_bytes: int, name: str) -
         linewidth=0,
     )
     axes.axhline(limit_bytes / GIB, color="#b42318", linewidth=1.2, linestyle="--")
-    axes.annotate(f" {name}", (0, limit_bytes / GIB), va="bottom", fontsize=8, color="#b42318")
+    axes.annotate(f"  {name}", (0, limit_bytes / GIB), va="top", fontsize=8, color="#b42318")
     highest = max(steps, key=lambda step: moments[step].total_bytes)
     top = moments[highest].total_bytes / GIB
     axes.plot([highest], [top], marker="v", color="#1d2330", markersize=5)
@@ -243,11 +247,18 @@ def draw(axes: Axes, moments: tuple[Moment, ...], limit_bytes: int, name: str) -
         fontsize=8,
         color="#1d2330",
     )
-    for step in phase_starts(moments):
+    starts = phase_starts(moments)
+    for step, following in zip(starts, [*starts[1:], len(moments)]):
         axes.axvline(step, color="#98a2b3", linestyle=":", linewidth=0.9)
-        axes.annotate(
-            f" {phase(moments[step])}", (step, 0), xycoords=("data", "axes fraction"), fontsize=8, color="#667085"
-        )
+        if following - step >= LEAST_LABELLED * len(moments):
+            axes.annotate(
+                f" {phase(moments[step])}",
+                (step, 1.0),
+                xycoords=("data", "axes fraction"),
+                va="top",
+                fontsize=8,
+                color="#667085",
+            )
     axes.set_xlim(0, max(1, len(moments) - 1))
     axes.set_ylim(0, 1.15 * max(limit_bytes / GIB, top))
     axes.set_xticks([])

@@ -140,7 +140,7 @@ def _of_pretraining(recipe: Recipe, settings: PretrainConfig, config: PlanConfig
         update_tokens=shape.update_tokens,
         optimizer="muon",
         tokens=config.tokens if config.tokens is not None or text_tokens is None else passes * text_tokens,
-        tokens_from="tokens" if config.tokens is not None else f"{passes:g} passes over the corpus",
+        tokens_from="as asked" if config.tokens is not None else f"{passes:g} passes over the corpus",
     )
 
 
@@ -186,7 +186,7 @@ def _of_tuning(
         update_tokens=2048 if width <= 256 and stage == "finetune" else update_tokens,
         optimizer="muon" if small and stage == "finetune" else "adamw",
         tokens=config.tokens,
-        tokens_from="tokens",
+        tokens_from="as asked",
     )
 
 

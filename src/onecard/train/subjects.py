@@ -78,7 +78,7 @@ def of_model(config: PlanConfig, target: Target, base: Path = Path()) -> Subject
         rows_per_update=batch * steps,
         clipping=config.optimizer_in_backward is not True,
         tokens=config.tokens,
-        tokens_from="tokens" if config.tokens else "",
+        tokens_from="as asked" if config.tokens else "",
     )
 
 
