@@ -137,7 +137,7 @@ def _near(config: CleanConfig, table: Table, order: Integers, workers: Workers) 
     import numpy as np
 
     bands = dedup.bands_for(config.near_duplicate_threshold)
-    np.save(table.folder / "order.npy", order)
+    np.save(table.folder / "order.npy", order.astype(np.int32))
     calls = [(table.folder, table.starts.tolist(), band) for band in range(bands)]
     groups = np.concatenate(([0], np.cumsum(list(workers.map(group_band, calls))))).astype(np.int64)
     with _Sketches(table, order) as sketches:
@@ -169,15 +169,18 @@ def group_band(folder: Path, starts: list[int], band: int) -> int:
         path = shard_file(folder, number, "bands")
         column[start:stop] = np.fromfile(path, np.uint32, count=stop - start, offset=band * (stop - start) * 4)
     column = column[order]
-    by_hash = np.argsort(column, kind="stable")
+    del order
+    # 32 bits wherever they do: there are as many of these as documents, in every worker.
+    by_hash = np.argsort(column, kind="stable").astype(np.int32)
     column = column[by_hash]
     first = np.ones(len(column), dtype=bool)
     first[1:] = column[1:] != column[:-1]
-    runs = np.cumsum(first) - 1
-    shared = (np.bincount(runs) > 1) & (column[first] != 0)
-    numbers = (np.cumsum(shared) * shared).astype(np.int32)
-    groups = np.empty(len(column), dtype=np.int32)
-    groups[by_hash] = numbers[runs]
+    starts_of_runs = np.flatnonzero(first)
+    sizes = np.diff(starts_of_runs, append=len(column))
+    shared = (sizes > 1) & (column[starts_of_runs] != 0)
+    del column, first, starts_of_runs
+    groups = np.empty(len(by_hash), dtype=np.int32)
+    groups[by_hash] = np.repeat((np.cumsum(shared) * shared).astype(np.int32), sizes)
     groups.tofile(_column(folder, band))
     return int(shared.sum())
 
