@@ -31,6 +31,8 @@ from onecard.plan.job import KINDS, Moment
 ANY_NUMBER, ANY_TRUTH = 1, False
 MOST_REAL_VALUES = 1 << 22
 MOST_MOMENTS, MOST_NAMED = 300, 12
+# Bytes of single numbers: made within a step, such as counters, they weigh nothing and follow no pattern.
+SCALAR = 8
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,21 @@ class Trace:
         NotPeriodic where what passes between them and their neighbours is not alike; that the layers themselves are of
         kinds that come again after `period` is for the caller to know.
         """
-        return _Deepening(self, first, period, copies).made() if copies else self
+        if not copies:
+            return self
+        try:
+            return _Deepening(self, first, period, copies).made()
+        except NotPeriodic:
+            return _Deepening(self._without_scalars(), first, period, copies).made()
+
+    def _without_scalars(self) -> Trace:
+        """The trace without the single numbers that are made within the step."""
+        kept = [n for n, record in enumerate(self.records) if record.bytes > SCALAR or record.segment == 0]
+        new = {old: number for number, old in enumerate(kept)}
+        happenings = [
+            (segment, new[n] if n >= 0 else ~new[~n]) for segment, n in self.happenings if (n if n >= 0 else ~n) in new
+        ]
+        return Trace([self.records[n] for n in kept], happenings, self.segments)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ def _from_the_beginning(trace: Trace) -> Iterator[tuple[int, int]]:
                 made = True
             id_ = record + update * len(records)
             yield (id_, records[record].bytes) if number >= 0 else (id_, 0)
+        if not made:  # steps inside backward
+            yield from ((state, records[state].bytes) for state in states)
+            made = True
 
 
 def trace_of(job: Job, *, traced_layers: int | None = None) -> Trace:
