@@ -6,7 +6,9 @@ imitated: operations on single values are fused into those that use them and get
 product, an attention or the outside reads them; a fused result takes the place of an input of its size that nobody
 needs any more; everything else lives from the operation that makes it to the last that reads it.
 A layer that reads the content of tensors (attention document by document) is not compiled as a whole and runs plainly
-here. Approximated are: the order of operations (the compiler may move some), the patterns it recognises (a softmax, a random
+here.
+
+Approximated are: the order of operations (the compiler may move some), the patterns it recognises (a softmax, a random
 mask), reads above which it keeps a value although it could fuse it, and padding of matrices. `checkpointing` is done as
 the compiler does it: by marks on the graph. Layers of one kind are traced once.
 """

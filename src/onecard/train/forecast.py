@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from onecard.plan import allocator
-from onecard.plan.job import Job, Memory
+from onecard.plan.job import Job, Memory, Moment
 from onecard.plan.trace import NotPeriodic, Recorder, Trace
 from onecard.train import muon
 from onecard.train.fake_step import JobRows, make_loop, packs, per_layer, quiet, run_step, text_of
@@ -36,19 +36,25 @@ def memory(job: Job) -> Memory:
     trace = trace_of(job)
     peak = trace.peak()
     allocated = reserved = peak.bytes
-    context = 0
+    context = beside = 0
     if job.device == "cuda":
         usage = allocator.simulate(_from_the_beginning(trace))
         allocated, reserved = usage.peak_allocated_bytes, usage.peak_reserved_bytes
         context = allocator.context_bytes(_CAPABILITY)
+        beside = sum(allocator.workspace_bytes(_CAPABILITY))
     return Memory(
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         context_bytes=context,
-        breakdown=peak.breakdown,
-        moments=trace.moments(),
+        breakdown=_more_workspace(peak.breakdown, allocated - peak.bytes),
+        moments=tuple(Moment(moment.place, _more_workspace(moment.bytes, beside)) for moment in trace.moments()),
         largest=peak.largest,
     )
+
+
+def _more_workspace(held: dict[str, int], size: int) -> dict[str, int]:
+    """With what libraries hold, and what is lost to rounding."""
+    return held | {"workspace": held["workspace"] + size}
 
 
 def _from_the_beginning(trace: Trace) -> Iterator[tuple[int, int]]:
