@@ -11,7 +11,7 @@ from torch import nn
 
 from onecard.plan.job import Engine, Job
 from onecard.plan.trace import Trace
-from onecard.train import four_bit
+from onecard.train import forecast, four_bit
 from onecard.train.forecast import memory, trace_of
 
 # Maps of a layer: 4 x 64 x 64 + 3 x 64 x 128 = 40,960 weights; norms 2 x 64; tables 2 x 512 x 64; the last norm 64.
@@ -60,6 +60,22 @@ def test_states_follow_the_weights_inside_backward_too(job: Job) -> None:
     inside = replace(bf16(job), optimizer_in_backward=True)
     assert held(inside, "optimizer") == 2 * 2 * PARAMETERS + 21 * 4
     assert memory(inside).breakdown["gradients"] < 2 * PARAMETERS
+
+
+def test_states_of_steps_inside_backward_are_held_from_the_first_update_on(job: Job) -> None:
+    # Weights and two numbers each, all in 16 bits.
+    assert memory(replace(bf16(job), optimizer_in_backward=True)).peak_allocated_bytes > 3 * 2 * PARAMETERS
+
+
+def test_counters_do_not_keep_layers_from_being_repeated(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    original = forecast.run_step
+    monkeypatch.setattr(forecast, "run_step", lambda job, layers: traced.append(layers) or original(job, layers))
+    deep = replace(bf16(job), optimizer_in_backward=True, optimizer_states="8bit")
+    deep.model.num_hidden_layers = 12
+    trace_of(deep)
+    # States in 8 bits count their steps on the host, in another tensor each time.
+    assert max(traced) < 12
 
 
 def test_gradients_that_are_kept_are_there_in_the_forward_pass(job: Job) -> None:
