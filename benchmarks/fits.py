@@ -1,7 +1,7 @@
 """What fits on which card: the tables of docs/{en,zh}/planning.md, made by what `onecard plan` calls.
 
     .venv/bin/python benchmarks/fits.py                  all tables, some minutes
-    .venv/bin/python benchmarks/fits.py recipes          one of: recipes, largest, longest
+    .venv/bin/python benchmarks/fits.py recipes          one of: recipes, largest
 
 Predictions only: none of these cards was at hand. The same prediction serves every card that it is asked for.
 """
@@ -18,7 +18,7 @@ from onecard.plan.speed import energy
 from onecard.plan.targets import target
 from onecard.settings import read_toml
 from onecard.train.forecast import memory
-from onecard.train.plan import of_longest, with_table
+from onecard.train.plan import with_table
 from onecard.train.planned import MemoryOf, Planned, planned, remembered
 from onecard.train.recipe_subjects import Recipe, of_recipe
 from onecard.train.subjects import of_model
@@ -32,7 +32,6 @@ FOR_32_GB = ("pretrain-2b",)
 ROW_TOKENS = 2048
 # Models that people fine-tune today.
 FAMILIES = ("llama-3", "qwen2.5", "qwen3", "mistral", "gemma-2-", "gemma-3", "phi-4")
-LONGEST = (("llama-3.2-1b", "full"), ("llama-3.1-8b", "lora"), ("llama-3.1-8b", "qlora"), ("qwen2.5-14b", "qlora"))
 Table = tuple[list[str], list[list[str]]]
 
 
@@ -118,32 +117,15 @@ def _named(answer: questions.Answer) -> str:
     return f"{answer.value} ({billions:.1f}B, {answer.candidate.memory.needed_bytes / GIB:.1f} GiB)"
 
 
-def longest_table(memory_of: MemoryOf) -> Table:
-    """The longest rows of some models by method and card."""
-    rows = []
-    for name, method in LONGEST:
-        cells = [name, method]
-        for card in CARDS:
-            on = target(card)
-            config = PlanConfig.model_validate({"model": name, "method": method, "longest_context": True})
-            answer = questions.longest_context(of_longest(of_model(config, on)), on, memory_of)
-            _say(f"{name} {method}: {answer.text}")
-            cells.append("-" if answer.value is None else f"{answer.value:,}")
-        rows.append(cells)
-    return ["model", "method", *CARDS], rows
-
-
 TABLES: dict[str, Callable[[MemoryOf], Table]] = {
     "recipes": recipe_table,
     "largest": largest_table,
-    "longest": longest_table,
 }
 CHINESE = {
     "recipe": "配方",
     "needs, GiB": "需要（GiB）",
     "tokens": "词元",
     "method": "方式",
-    "model": "模型",
     "full": "全部权重",
     "lora": "LoRA",
     "qlora": "QLoRA",

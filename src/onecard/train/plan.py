@@ -52,7 +52,9 @@ def plan(config: PlanConfig, memory: MemoryOf | None = None, on: Target | None =
         subjects = [of_model(config, on, base)]
     if config.longest_context:
         return _longest_context(config, subjects[0], on, memory)
-    return _plan(config, [planned(subject, on, memory, explain=config.output is not None) for subject in subjects])
+    # Of several stages only what a run takes: each alternative is another trace.
+    ways = {"alternatives": len(subjects) == 1, "explain": config.output is not None}
+    return _plan(config, [planned(subject, on, memory, **ways) for subject in subjects])
 
 
 def _or_say_why(memory: MemoryOf) -> MemoryOf:
