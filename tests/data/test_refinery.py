@@ -97,9 +97,9 @@ refinery.BATCH_CHARACTERS = 4000
 step, after = sys.argv[3], int(sys.argv[4])
 done = 0
 def dying(function):
-    def call(*arguments):
+    def call(*arguments, **named):
         global done
-        made = function(*arguments)
+        made = function(*arguments, **named)
         done += 1
         if done == after:
             os.kill(os.getpid(), 9)
@@ -107,6 +107,9 @@ def dying(function):
     return call
 if step == "tidy":
     refinery.tidy = dying(refinery.tidy)
+elif step == "manifest":
+    from onecard import artifact
+    artifact.write_manifest = dying(artifact.write_manifest)
 else:
     from onecard.data import publish
     publish.write_part = dying(publish.write_part)
@@ -115,7 +118,7 @@ clean(CleanConfig(sources=[sys.argv[1]], output=sys.argv[2], workers=1))
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize(("step", "after"), [("tidy", 1), ("tidy", 7), ("publish", 1)])
+@pytest.mark.parametrize(("step", "after"), [("tidy", 1), ("tidy", 7), ("publish", 1), ("manifest", 1)])
 def test_a_killed_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: str, after: int
 ) -> None:
@@ -135,7 +138,7 @@ def test_a_killed_run_goes_on(
     total = len(list(tmp_path.glob(".killed.*.clean/*.npz")))
     run(source, output, workers=1)
     assert content(output) == content(tmp_path / "whole")
-    assert made == ([] if step == "publish" else list(range(after, after + len(made))))
+    assert made == ([] if step in ("publish", "manifest") else list(range(after, after + len(made))))
     assert total == (after if step == "tidy" else total)
     if after == 7:
         assert "Going on after" in capsys.readouterr().err
