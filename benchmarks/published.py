@@ -57,7 +57,8 @@ class Row:
     @property
     def label(self) -> str:
         """The configuration in a few words."""
-        rank = f" r{self.rank}" if self.rank else ""
+        maps = len(self.targets.split())
+        rank = f" r{self.rank} on {maps} map{'s' * (maps > 1)}" if self.rank else ""
         checkpointing = "" if self.checkpointing == "none" else "recomputed"
         extras = self.extras.replace("padded", "").replace("_", " ").strip()
         words = (f"{self.method}{rank}", self.base_format, self.optimizer, self.size, checkpointing, extras)

@@ -44,7 +44,7 @@ def test_every_row_is_a_job_or_says_what_it_lacks(published: ModuleType) -> None
     ("source", "label", "bytes_"),
     [
         ("torchtune README", "full bf16 adamw 2 x 4096 packed", 60 * 2**30),
-        ("litgpt resource tables", "lora r8 bf16 adamw 1 x 1044", 4_820_000_000),
+        ("litgpt resource tables", "lora r8 on 2 maps bf16 adamw 1 x 1044", 4_820_000_000),
         ("HF single-GPU guide", "full fp32 adamw 4 x 512 packed", 14949 * 2**20),
     ],
 )
@@ -63,7 +63,7 @@ def test_what_is_known_of_the_tools_decides_the_job(published: ModuleType) -> No
     (last,) = [row for row in rows if row.source == "torchtune README" and row.optimizer == "adamw8bit"]
     job = published.TOOLS[last.source](last)
     assert (job.optimizer_states, job.optimizer_in_backward, job.activation_offload) == ("8bit", True, True)
-    assert job.engine == Engine(keeps_logits=True, states_like_weights=True, adapters="bf16")
+    assert job.engine == Engine(autocast=False, keeps_logits=True, states_like_weights=True, adapters="bf16")
     (dora,) = [row for row in rows if row.method == "dora"]
     job = published.TOOLS[dora.source](dora)
     assert job.dora and job.method == "lora" and job.engine.adapters == "fp32" and not job.packed
