@@ -79,6 +79,8 @@ CASES = [
     Case("LoRA", "llama", job=LORA),
     Case("LoRA, bf16 weights", "llama", job=LORA | {"weights": "bf16", "precision": "bf16"}, tokens=64),
     Case("DoRA", "llama", job=LORA | {"dora": True}),
+    Case("QLoRA", "llama", WIDE, LORA | {"method": "qlora", "precision": "bf16"}, tokens=64),
+    Case("QLoRA, checkpointing", "qwen2", WIDE, LORA | FULL | {"method": "qlora", "precision": "bf16"}, tokens=64),
     Case("LoRA q and v, checkpointing", "qwen2", WIDE, LORA | FULL | {"target_modules": ("q_proj", "v_proj")}),
     Case("plain", "qwen2"),
     Case("whole logits, checkpointing", "qwen2", job=FULL, engine=WHOLE),

@@ -125,12 +125,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_repeated_layers_are_as_traced_ones(way: str) -> None:
     many = job(**WAYS[way])
     made, whole = trace_of(many), trace_of(many, traced_layers=LAYERS)
-    assert made.peak() == whole.peak()
-    stacked_norms = 4 * LAYERS * 2 * 9  # one number a tensor, in one tensor, which is not repeated
+    assert made.peak().place == whole.peak().place
+    # Counters and norms of a tensor, of 4 bytes each, are the only thing that may be told of another layer.
+    numbers = 4 * LAYERS * 2 * 9
+    assert abs(made.peak().bytes - whole.peak().bytes) <= numbers
     for ours, theirs in zip(made.moments(), whole.moments(), strict=True):
         assert ours.place == theirs.place
         for kind, size in ours.bytes.items():
-            slack = stacked_norms if (ours.place, kind) == ("optimizer", "workspace") else 0
+            slack = numbers if kind in ("optimizer", "workspace") else 0
             assert abs(size - theirs.bytes[kind]) <= slack, (ours.place, kind)
 
 

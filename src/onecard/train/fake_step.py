@@ -215,18 +215,24 @@ def _model(job: Job, config: Any, format_: Precision, *, fake: bool) -> Any:
     frozen: list[str] = []
     if job.method != "full":
         frozen = linear_layers(model)
+        if job.method == "qlora" and not fake:
+            from onecard.model.quantized import quantize
+
+            quantize(model, format_.dtype, "cpu")
         _add_adapters(job, model)
         if job.engine.adapters == "bf16":
             other_tools.adapters_in(model, torch.bfloat16)
     convert(model, format_, emulate=True)
-    if job.weights is not None:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[job.weights]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}[job.weights]
+    if job.method == "qlora" and dtype is None:
+        dtype = format_.dtype  # as `precision.convert` does beside weights in 4 bits
+    if dtype is not None:
         frozen_only = job.method != "full"
         for parameter in model.parameters():
             converted = parameter.ndim >= 2 or not job.engine.autocast
-            if converted and not (frozen_only and parameter.requires_grad):
+            if parameter.is_floating_point() and converted and not (frozen_only and parameter.requires_grad):
                 parameter.data = parameter.data.to(dtype)
-    if job.method == "qlora":
+    if job.method == "qlora" and fake:
         engine = job.engine
         four_bit.quantize(model, frozen, double=engine.double_quantization, keeps_inputs=engine.keeps_quantized_inputs)
     return model

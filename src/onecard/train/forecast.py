@@ -132,8 +132,18 @@ def held_bytes(job: Job, run: Path) -> tuple[Loop, int]:
     for unit in loop.optimizers.units:
         for state in unit.part.state.values():
             found += [value for value in state.values() if isinstance(value, Tensor)]
+    for module in loop.model.modules():
+        for state in _states_of_codes(getattr(module, "weight", None)):
+            found += [value for value in vars(state).values() if isinstance(value, Tensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
     return loop, sum(storages.values())
+
+
+def _states_of_codes(weight: object) -> list[object]:
+    """What bitsandbytes keeps beside the codes of a weight in 4 bits."""
+    outer = getattr(weight, "quant_state", None)
+    inner = getattr(outer, "state2", None)
+    return [state for state in (outer, inner) if state is not None]
 
 
 # --- which layers are alike ---------------------------------------------------------------------------------------

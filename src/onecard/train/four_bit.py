@@ -33,7 +33,8 @@ class _Product(torch.autograd.Function):
 def _forward(module: nn.Linear, shape: tuple[int, int], keeps_inputs: bool, inputs: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inputs.dtype
     made: Tensor = _Product.apply(inputs.to(dtype), module.weight, shape, keeps_inputs)  # type: ignore[no-untyped-call]
-    return made if module.bias is None else made + module.bias.to(dtype)
+    # As bitsandbytes does: the result has the format of the input, which under autocast is fp32 behind a norm.
+    return (made if module.bias is None else made + module.bias.to(dtype)).to(inputs.dtype)
 
 
 def quantize(model: nn.Module, names: list[str], *, double: bool, keeps_inputs: bool) -> None:
