@@ -38,7 +38,9 @@ def counts_of(wanted_SC: NDArray[np.bool_], said_SC: NDArray[np.bool_]) -> NDArr
 def f1_of(counts_C3: NDArray[np.int64]) -> NDArray[np.float64]:
     """F1 of each class; 0 for one that was neither wanted nor said."""
     right, wrong, missed = counts_C3.T.astype(float)
-    return np.divide(2 * right, 2 * right + wrong + missed, out=np.zeros_like(right), where=right + wrong + missed > 0)
+    counted = 2 * right + wrong + missed
+    found: NDArray[np.float64] = np.divide(2 * right, counted, out=np.zeros_like(right), where=counted > 0)
+    return found
 
 
 def summary(wanted_SC: NDArray[np.bool_], said_SC: NDArray[np.bool_], *, seed: int = 0) -> dict[str, Any]:

@@ -156,6 +156,8 @@ def _in_a_process(config: MemoryBenchConfig, batch: int, changes: dict[str, Any]
             "max_steps": config.updates,
             "compile": config.compile,
             "optimizer": "adamw",
+            "optimizer_states": "fp32",
+            "activation_checkpointing": "none",
             "learning_rate": 1e-4,
             "activation_checkpointing": "none",
             "optimizer_states": "fp32",
@@ -254,6 +256,7 @@ def _loop(config: PretrainConfig, precision: Any, rows: Any, folder: Path, vocab
     model: Any = LlamaForCausalLM(shape).to(precision.device).train()
     attention.switch(model)
     convert(model, precision)
+    assert config.activation_checkpointing != "auto"
     ways = activations.Activations(
         checkpointing=config.activation_checkpointing,
         offload=config.activation_offload,

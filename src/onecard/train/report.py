@@ -179,13 +179,12 @@ _PREFERENCES = {
 
 def _draw_rewards(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for name, label, color in (("chosen", "chosen", "#18794e"), ("rejected", "rejected", "#b54708")):
-        for prefix, style in (
-            ("", {"linewidth": 1.2, "label": label}),
-            ("held_out_", {"marker": "o", "markersize": 4}),
-        ):
-            points = [(row["step"], row[f"{prefix}reward_{name}"]) for row in rows if f"{prefix}reward_{name}" in row]
-            if points:
-                axes.plot(*zip(*points), color=color, **style)
+        points = [(row["step"], row[f"reward_{name}"]) for row in rows if f"reward_{name}" in row]
+        if points:
+            axes.plot(*zip(*points), color=color, linewidth=1.2, label=label)
+        held = [(row["step"], row[f"held_out_reward_{name}"]) for row in rows if f"held_out_reward_{name}" in row]
+        if held:
+            axes.plot(*zip(*held), color=color, marker="o", markersize=4, linewidth=0)
     axes.axhline(0, color="#98a2b3", linewidth=0.8)
     axes.set_xlabel("update")
     axes.set_ylabel("reward")
