@@ -20,6 +20,7 @@ from onecard.train.pretrain import pretrain
 from onecard.train.run_plan import batch_shape
 
 MIB = 1 << 20
+REAL = foresight.forecast
 HELD = 300 * MIB
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -187,6 +188,37 @@ def test_what_cannot_be_predicted_runs(
     assert "cannot be predicted (an operation without a fake)" in capsys.readouterr().err
     assert "predicted_memory" not in next(events(tmp_path / "run", "plan"))
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+def test_the_engine_foretells_its_own_run(
+    tmp_path: Path, tiny_tokenizer_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of 4 bytes, exactly; and the whole within a factor of what the run adds to its process."""
+    monkeypatch.setattr(foresight, "forecast", REAL)
+    write_corpus(tmp_path)
+    made = pretrain(tiny_pretrain(tmp_path, tiny_tokenizer_directory, tmp_path / "run", max_steps=1))
+    found = json.loads((tmp_path / "run" / "plan.json").read_text())["predicted_memory"]
+    assert found["parameters"] == pytest.approx(4 * made["parameters"], rel=0.01)
+    assert found["activations"] > 0 and made["predicted_peak_memory_bytes"] > 100 * MIB
+
+
+def test_attention_by_document_is_foretold_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    asked: list[bool] = []
+
+    def memory(job: Job) -> Memory:
+        asked.append(job.packed)
+        if job.packed:
+            raise DataDependentOutputException("a length")  # type: ignore[arg-type]
+        return formula(job)
+
+    monkeypatch.setattr("onecard.train.forecast.memory", memory)
+    job = Job(None, 2, 32)
+    assert REAL()(job) == formula(job) and asked == [True, False]
+    with pytest.raises(DataDependentOutputException):
+        monkeypatch.setattr("onecard.train.forecast.memory", lambda job: memory(replace(job, packed=True)))
+        REAL()(job)
 
 
 def test_settings_that_cannot_be_combined_are_still_refused(tmp_path: Path, tiny_tokenizer_directory: Path) -> None:
