@@ -73,7 +73,7 @@ def test_adapters_stand_beside_weights_in_16_bits() -> None:
     found = largest(by_layers([]), method="lora", lora_rank=8)
     assert found.value == "model-9"
     assert (found.candidate.job.method, found.candidate.job.lora_rank) == ("lora", 8)
-    assert largest(by_layers([]), method="qlora").candidate.job.precision == "bf16"
+    assert largest(by_layers([]), method="qlora").candidate.job.precision == "pure_bf16"  # the embeddings
 
 
 def test_a_larger_model_that_holds_less_is_found() -> None:

@@ -131,7 +131,7 @@ def smallest_job(
     if "bf16" not in target.flops_per_second or target.flops_per_second["bf16"] < target.flops_per_second["fp32"]:
         job = replace(job, precision="fp32")
     if method != "full":
-        half = job.precision == "bf16" and method == "lora"
+        half = job.precision == "bf16"  # in QLoRA that of the embeddings
         return replace(job, method=method, lora_rank=lora_rank, precision="pure_bf16" if half else job.precision)
     if exact:
         return replace(job, optimizer_in_backward=True)
