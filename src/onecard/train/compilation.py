@@ -46,12 +46,12 @@ def compile_layers(model: torch.nn.Module, device: str, *, cuda_graphs: bool = F
         return False
     for layer in decoder_layers(model):
         layer.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
-    _let_gradients_begin_before(model)
+    let_gradients_begin_before(model)
     setattr(model, _RECORDED, graphs)
     return True
 
 
-def _let_gradients_begin_before(model: torch.nn.Module) -> None:
+def let_gradients_begin_before(model: torch.nn.Module) -> None:
     """Beside frozen embeddings, give the first layer an input with a gradient, as all the others have.
 
     It would be compiled for itself otherwise. The price is that gradient, of one layer among all, which nobody reads.

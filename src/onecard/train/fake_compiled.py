@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from onecard.plan.trace import Recorder
 from onecard.train.activations import _policy
-from onecard.train.compilation import decoder_layers
+from onecard.train.compilation import decoder_layers, let_gradients_begin_before
 
 _READS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 # Above so many reads a value with several users is kept rather than computed in each of them.
@@ -49,6 +49,7 @@ def imitate(model: torch.nn.Module, recorder: Recorder) -> None:
     made: dict[Any, Any] = {}
     for layer in decoder_layers(model):
         layer.forward = _Layer(layer, recorder, made)
+    let_gradients_begin_before(model)
 
 
 class _Layer:

@@ -24,6 +24,8 @@ USUAL: dict[str, Any] = {"activation_checkpointing": "none", "optimizer_states":
 SPLIT = ("batch_size", "gradient_accumulation_steps")
 # This share of what is free is left alone when settings are chosen: the error of the prediction, and other programs.
 MARGIN = 0.05
+# A run that needs no more than this share of what is free, before its layers are compiled, is not looked at closer.
+ROOM_ENOUGH = 0.5
 MemoryOf = Callable[[Job], Memory]
 
 
@@ -83,7 +85,7 @@ def look_ahead(
     free = (room or room_bytes)(device)
     try:
         memory_of, job = memory or forecast(), job_of(task, usual)
-        asked, found = job, memory_of(job)
+        asked, found = job, _first_look(job, memory_of, free)
         # By now what the run needs of libraries is loaded.
         outlook = Outlook(found, resident_bytes() if device == "cpu" else 0, free)
         if outlook.missing_bytes > -MARGIN * free and left_open(task.config):
@@ -97,6 +99,18 @@ def look_ahead(
     if outlook.missing_bytes > 0:
         _refuse(task, job, outlook, memory_of)
     return usual.model_copy(update=_as_settings(job, relief.differing(asked, job))), outlook
+
+
+def _first_look(job: Job, memory_of: MemoryOf, free: int) -> Memory:
+    """The prediction of a job; where there is room enough anyway, that of its layers as they are without compiling.
+
+    Plain layers hold no less than compiled ones, and to see what those keep takes seconds, which a small run would wait
+    for longer than for its first update.
+    """
+    if not job.engine.compiled:
+        return memory_of(job)
+    found = memory_of(replace(job, engine=replace(job.engine, compiled=False)))
+    return found if found.peak_reserved_bytes <= ROOM_ENOUGH * free else memory_of(job)
 
 
 def usual_settings(config: TrainingConfig) -> dict[str, Any]:
