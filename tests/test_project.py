@@ -13,12 +13,12 @@ from onecard import cli
 from onecard.config import CleanConfig, NewConfig
 from onecard.errors import ArtifactError
 from onecard.pipeline import SET_BY_RUN, STAGES
-from onecard.project import new, recipe_text
+from onecard.project import FOR_LATER, new, recipe_text
 from onecard.settings import Source, build
 
 TEXT = recipe_text()
 COMMENTED = re.findall(r"(?m)^#(\w+) = ", TEXT)
-KINDS = {stage.name: stage.configuration for stage in STAGES}
+KINDS = {stage.name: stage.configuration for stage in STAGES if stage.name not in FOR_LATER}
 
 
 def uncommented(wanted: int | None) -> dict[str, Any]:
@@ -73,7 +73,8 @@ def test_every_setting_of_a_source_is_explained_and_its_table_may_be_uncommented
 
 def test_it_is_pleasant_to_read() -> None:
     lines = TEXT.splitlines()
-    assert max(map(len, lines)) <= 120
+    # A list stays on one line, so that one # removed is enough.
+    assert max(len(line) for line in lines if not re.match(r"#?\w+ = \[", line)) <= 120
     first = [next(line for line in TEXT.split(f"[{name}]")[1].splitlines() if " = " in line) for name in KINDS]
     assert first[0] == "sources = ["
     assert first[2] == "time_limit_minutes = 30"

@@ -34,7 +34,7 @@ _FIRST: dict[str, tuple[str, ...]] = {
     "evaluate": ("question_count", "max_new_tokens"),
 }
 # Stages that need what a newcomer does not have.
-_FOR_LATER = ("align",)
+FOR_LATER = ("align",)
 _HEAD = """\
 # The way from your text to a model that answers, stage by stage:  onecard run recipe.toml
 #
@@ -90,7 +90,7 @@ def _fill(folder: Path, final: Path) -> None:
 
 def recipe_text() -> str:
     """A recipe with every setting of every stage, its default and its explanation, taken from the configurations."""
-    stages = [_stage_text(stage) for stage in STAGES if stage.name not in _FOR_LATER]
+    stages = [_stage_text(stage) for stage in STAGES if stage.name not in FOR_LATER]
     return "\n".join([_HEAD, *stages, _TAIL])
 
 
