@@ -149,8 +149,45 @@ def run(
             memory.begin()
             updates = engines.trainer(build(), made, place, **common)
     finish(
-        arguments.engine, updates, memory, precision=name, flops_per_token=flops_per_token, rate=rate, warm_up=warm_up
+        arguments.engine,
+        updates,
+        memory,
+        precision=name,
+        flops_per_token=flops_per_token,
+        rate=rate,
+        warm_up=warm_up,
+        more=foretold(arguments, model.config, name, device) if arguments.engine == "onecard" else None,
     )
+
+
+def foretold(arguments: argparse.Namespace, config: Any, precision: str, device: str) -> dict[str, Any]:
+    """What the planner says of the same updates: the peak that tensors take, and the peak that the allocator holds."""
+    from onecard.plan.job import Engine, Job
+    from onecard.train import forecast
+
+    checkpointing = arguments.checkpointing
+    job = Job(
+        model=config,
+        batch_size=arguments.batch,
+        max_length=arguments.length,
+        gradient_accumulation_steps=arguments.accumulation,
+        method="lora" if arguments.lora_rank else "full",
+        lora_rank=arguments.lora_rank,
+        precision=precision,  # type: ignore[arg-type]
+        optimizer_states=arguments.states,
+        activation_checkpointing=int(checkpointing) if checkpointing.isdigit() else checkpointing,
+        evaluation=False,
+        device=device,  # type: ignore[arg-type]
+        engine=Engine(compiled=not arguments.no_compile),
+    )
+    try:
+        found = forecast.memory(job)
+    except Exception as fault:  # noqa: BLE001 (a measurement that was made is not lost for a prediction)
+        return {"prediction_fault": repr(fault)[:300]}
+    return {
+        "predicted_allocated_bytes": found.peak_allocated_bytes,
+        "predicted_reserved_bytes": found.peak_reserved_bytes,
+    }
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """`make bench-gpu`: what only a CUDA card can tell, in under eight minutes, as one file that can be sent.
 
 Correctness of attention, loss, every number format and every way of keeping activations, against fp64; then tokens a
-second, share of the card's peak, memory and waiting for data of pretraining and of adapters, beside Hugging Face's
-Trainer and beside published figures. Each part runs in a process of its own with a time budget: one that fails or
+second, share of the card's peak, memory (beside what the planner foretells) and waiting for data of pretraining and of
+adapters, beside Hugging Face's Trainer and beside published figures. Each part runs in a process of its own with a time budget: one that fails or
 takes too long loses nothing but itself. Writes benchmarks/gpu.json and prints it; status 3 without a card, 1 if
 something is not correct. `--device cpu --tiny` walks the same parts without a card.
 """
@@ -321,6 +321,15 @@ def beside_the_card(made: dict[str, Any], card: Any, published: str) -> dict[str
     return made
 
 
+def planner_error(made: dict[str, Any]) -> dict[str, float]:
+    """How far the predicted peaks are from the measured ones, as a share of these: of tensors, and of the allocator."""
+    pairs = {
+        "allocated": ("predicted_allocated_bytes", "training_bytes"),
+        "reserved": ("predicted_reserved_bytes", "reserved_bytes"),
+    }
+    return {name: made[predicted] / made[measured] - 1 for name, (predicted, measured) in pairs.items()}
+
+
 # --- all of it ----------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +379,8 @@ def everything(device: str, tiny: bool) -> dict[str, Any]:
         made = process(command, min(seconds * (3 if tiny else 1), left))
         found["seconds"][key] = round(time.monotonic() - started, 1)
         found[group][key] = beside_the_card(made, card, published) if "tokens_per_second" in made else made
+        if "predicted_allocated_bytes" in made and "reserved_bytes" in made:
+            made["planner_error"] = planner_error(made)
         say(f"{key}: {shortly(made)} ({found['seconds'][key]} s)")
     found["seconds"]["all"] = round(time.monotonic() - began, 1)
     found["correct"] = all(
@@ -385,7 +396,9 @@ def shortly(made: dict[str, Any]) -> str:
         return f"FAILED: {made['fault'].strip().splitlines()[-1][:160] if made['fault'].strip() else 'no word'}"
     if "tokens_per_second" in made:
         share = made.get("model_flops_utilisation", made["share_of_product_rate"])
-        return f"{made['tokens_per_second']:,.0f} tokens/s, {share:.0%}, {made['training_bytes'] / 2**30:.2f} GiB"
+        said = f"{made['tokens_per_second']:,.0f} tokens/s, {share:.0%}, {made['training_bytes'] / 2**30:.2f} GiB"
+        errors = made.get("planner_error", {})
+        return said + "".join(f", planner {name} {error:+.1%}" for name, error in errors.items())
     wrong = [key for key, case in made.items() if not case.get("correct", True)]
     return f"wrong: {'; '.join(wrong)}" if wrong else f"{len(made)} cases correct"
 

@@ -81,6 +81,14 @@ class Memory:
             return torch.cuda.max_memory_allocated()
         return _status_bytes("VmHWM")
 
+    def reserved(self) -> dict[str, int]:
+        """The most that the allocator of a card held since `begin`; nothing on a CPU."""
+        if self.device != "cuda":
+            return {}
+        import torch
+
+        return {"reserved_bytes": torch.cuda.max_memory_reserved()}
+
 
 def _status_bytes(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -109,11 +117,19 @@ def fastest_precision(device: str) -> str:
 
 
 def finish(
-    engine: str, updates: Updates, memory: Memory, *, precision: str, flops_per_token: float, rate: float, warm_up: int
+    engine: str,
+    updates: Updates,
+    memory: Memory,
+    *,
+    precision: str,
+    flops_per_token: float,
+    rate: float,
+    warm_up: int,
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Print the JSON line of a measurement; `rate` was measured before it, and is measured again now: the best counts.
 
-    `flops_per_token`: of training, forward and backward, for all weights.
+    `flops_per_token`: of training, forward and backward, for all weights. `more` stands in the line too.
     """
     tokens_per_second = updates.tokens_per_second(warm_up)
     rate = max(rate, product_rate(precision, memory.device))
@@ -130,6 +146,8 @@ def finish(
         "training_bytes": peak - memory.before,
         "product_flops_per_second": rate,
         "share_of_product_rate": tokens_per_second * flops_per_token / rate,
+        **memory.reserved(),
+        **(more or {}),
     }
     sys.stdout.write(json.dumps(made) + "\n")
 
