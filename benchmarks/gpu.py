@@ -2,9 +2,9 @@
 
 Correctness of attention, loss, every number format and every way of keeping activations, against fp64; then tokens a
 second, share of the card's peak, memory (beside what the planner foretells) and waiting for data of pretraining and of
-adapters, beside Hugging Face's Trainer and beside published figures. Each part runs in a process of its own with a time budget: one that fails or
-takes too long loses nothing but itself. Writes benchmarks/gpu.json and prints it; status 3 without a card, 1 if
-something is not correct. `--device cpu --tiny` walks the same parts without a card.
+adapters, beside Hugging Face's Trainer and beside published figures. Each part runs in a process of its own with a time
+budget: one that fails or takes too long loses nothing but itself. Writes benchmarks/gpu.json and prints it; status 3
+without a card, 1 if something is not correct. `--device cpu --tiny` walks the same parts without a card.
 """
 
 from __future__ import annotations
