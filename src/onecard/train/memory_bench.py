@@ -156,8 +156,6 @@ def _in_a_process(config: MemoryBenchConfig, batch: int, changes: dict[str, Any]
             "max_steps": config.updates,
             "compile": config.compile,
             "optimizer": "adamw",
-            "optimizer_states": "fp32",
-            "activation_checkpointing": "none",
             "learning_rate": 1e-4,
             "activation_checkpointing": "none",
             "optimizer_states": "fp32",
