@@ -309,7 +309,7 @@ def test_one_line_of_many_megabytes_in_bounded_memory(tmp_path: Path) -> None:
     )
     peak_mib, kept, characters = map(int, done.stdout.split())
     assert kept > 15
-    assert peak_mib < 600
+    assert peak_mib < 800  # of which the programs are 200; how much of it the C library gives back varies
     texts = [item.text for item in read_documents(tmp_path / "out")]
     assert characters == sum(map(len, texts))
     assert all(len(one) <= 1_000_000 and one.endswith("。") for one in texts)

@@ -9,6 +9,7 @@ import torch
 from test_loop import make_loop, make_rows
 from torch import Tensor, nn
 
+from onecard.train.objectives import Objective
 from onecard.train.precision import Precision
 from onecard.train.scaling import GOOD_UPDATES, LossScale, clip_
 
@@ -105,7 +106,7 @@ class _Half(torch.autograd.Function):
         return gradient.half().float()
 
 
-class _Sum:
+class _Sum(Objective):
     """The loss is `size` times the sum of all weights: every gradient is `size`."""
 
     def __init__(self, size: float) -> None:
