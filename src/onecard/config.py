@@ -288,8 +288,8 @@ class PretrainConfig(TrainingConfig):
         return self
 
 
-class FinetuneConfig(TrainingConfig):
-    """Teach a model to answer: supervised fine-tuning on chat rows, learning the answers only."""
+class FurtherConfig(TrainingConfig):
+    """What every verb has that trains a model further, of all of its weights or beside them."""
 
     model: Path = setting(
         Path("pretrain"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
@@ -305,10 +305,6 @@ class FinetuneConfig(TrainingConfig):
     target_modules: list[str] = setting(
         [], "names of the layers that get adapters, such as q_proj; none named: every linear layer but the head"
     )
-    text_share: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
-    )
-    corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
     rank_stabilised: bool = setting(False, "scale adapters by alpha over the root of the rank (rsLoRA)")
     decomposed: bool = setting(False, "learn the length of each row of the adapted weights too (DoRA)")
     quantization: Literal["none", "nf4"] = setting(
@@ -320,7 +316,16 @@ class FinetuneConfig(TrainingConfig):
     strict: bool = setting(False, "stop at the first bad row instead of dropping and counting it")
 
 
-class AlignConfig(FinetuneConfig):
+class FinetuneConfig(FurtherConfig):
+    """Teach a model to answer: supervised fine-tuning on chat rows, learning the answers only."""
+
+    text_share: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
+    )
+    corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
+
+
+class AlignConfig(FurtherConfig):
     """Learn from preferences: of two answers to a question the better one becomes likelier than the worse one."""
 
     model: Path = setting(
@@ -346,7 +351,7 @@ class AlignConfig(FinetuneConfig):
     likelihood_weight: float = setting(0.0, "add so much of the chosen answer's mean cross-entropy to the loss", ge=0)
 
 
-class ClassifyConfig(FinetuneConfig):
+class ClassifyConfig(FurtherConfig):
     """Learn to name the class of a text (sentiment, topic): one class, or several, with probabilities."""
 
     model: Path = setting(

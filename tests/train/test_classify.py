@@ -297,15 +297,16 @@ def test_a_file_for_each_class_needs_no_label_field(tmp_path: Path, tiny_model_d
 def test_predict_writes_a_line_for_each_row_and_compares(tmp_path: Path, tiny_model_directory: Path) -> None:
     made(tmp_path, tiny_model_directory)
     rows = [{"text": "lovely room", "label": "good"}, {"note": "nothing"}, {"text": "太差", "label": "bad"}]
-    rows.append({"text": "cold", "label": "never heard of"})
+    rows.append({"text": "cold" + " and cold" * 80, "label": "never heard of"})
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = PredictConfig.model_validate(
         {"model": tmp_path / "run", "sources": [str(tmp_path / "new.jsonl")], "output": tmp_path / "out"}
     )
     result = predict(config)
     written = lines(tmp_path / "out" / "predictions.jsonl")
-    assert [(row["text"], row["line"]) for row in written] == [("lovely room", 1), ("太差", 3), ("cold", 4)]
+    assert [(row["text"], row["line"]) for row in written] == [("lovely room", 1), ("太差", 3), (rows[3]["text"], 4)]
     assert [row["label"] for row in written[:2]] == ["good", "bad"]
     assert (result["read"], result["predicted"], result["rejected"]) == (4, 3, {"missing_text": 1})
+    assert result["truncated"] == 1  # of more than 64 tokens
     assert result["compared"] == 2
     assert result["accuracy"]["value"] == 1.0

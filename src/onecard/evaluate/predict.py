@@ -42,13 +42,16 @@ class Classifier:
         self.labels = labels_of(self.model)
         self.several = self.model.config.problem_type == "multi_label_classification"
         config = self.model.config
+        # Texts that were longer than what it reads.
+        self.cut = 0
         self.longest = int(getattr(config, "class_tokens", 0) or getattr(config, "max_position_embeddings", 512))
 
     def __call__(self, texts: list[str]) -> list[dict[str, Any]]:
         """Of each text: `label` (a list where classes are several), its `probability`, and all `probabilities`."""
         from onecard.model.classifier import chosen_labels, encode_texts, logits_of, probabilities
 
-        documents, _ = encode_texts(self.tokenizer, texts, self.longest)
+        documents, cut = encode_texts(self.tokenizer, texts, self.longest)
+        self.cut += cut
         shares = probabilities(logits_of(self.model, documents), self.model.config)
         found = []
         for chosen, row in zip(chosen_labels(shares, self.model.config), shares.tolist()):
@@ -96,10 +99,11 @@ def predict(config: PredictConfig) -> dict[str, Any]:
         if not count:
             raise DataError("No row has text to classify.", "Name the field that holds it: field of the source.")
         result = {"read": count + aside.total(), "predicted": count, "rejected": dict(aside), "labels": dict(said)}
+        result["truncated"] = classifier.cut
         result |= _comparison(classifier.labels, compared)
         artifact.write_json_atomically(directory / "report.json", result)
         artifact.write_manifest(directory, "predictions", settings=config.plain(), parents=inputs, result=result)
-    _show(config, result, classifier.labels)
+    _show(config, result, classifier)
     return {**result, "output": str(config.output)}
 
 
@@ -142,7 +146,8 @@ def _comparison(labels: list[str], compared: list[tuple[tuple[str, ...], tuple[s
     return {"compared": found.pop("texts"), **found, "classes": dict(zip(labels, found["classes"]))}
 
 
-def _show(config: PredictConfig, result: dict[str, Any], labels: list[str]) -> None:
+def _show(config: PredictConfig, result: dict[str, Any], classifier: Classifier) -> None:
+    labels = classifier.labels
     classes = result.get("classes")
     columns = ["class", "said of", *(["precision", "recall", "F1"] if classes else [])]
     console.table(
@@ -157,6 +162,11 @@ def _show(config: PredictConfig, result: dict[str, Any], labels: list[str]) -> N
             for label in labels
         ],
     )
+    if result["truncated"]:
+        console.warn(
+            f"{result['truncated']:,} texts are longer than the {classifier.longest} tokens that the model reads: they "
+            "are judged by their beginning."
+        )
     if classes:
         each = result["accuracy"]
         console.result(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from onecard import console
-from onecard.config import FinetuneConfig
+from onecard.config import FurtherConfig
 from onecard.errors import ConfigError
 from onecard.model import lora
 from onecard.model.gguf_file import is_gguf
@@ -37,7 +37,7 @@ class Base:
     written: dict[str, Any]
 
     @classmethod
-    def open(cls, config: FinetuneConfig, *, chats: bool = True) -> Base:
+    def open(cls, config: FurtherConfig, *, chats: bool = True) -> Base:
         """ArtifactError if it is no model; ConfigError if it has no template for `chats`. Says what goes unused."""
         check_adapters(config)
         directory = model_directory(config.model)
@@ -61,7 +61,7 @@ class Base:
         found = (self.written.get("text_config") or self.written).get("max_position_embeddings")
         return found or self.written.get("n_positions")
 
-    def row_tokens(self, config: FinetuneConfig, usual: int) -> int:
+    def row_tokens(self, config: FurtherConfig, usual: int) -> int:
         """Tokens of a row: those asked for (ConfigError beyond the positions that the model knows), else the usual."""
         if config.max_length == "auto":
             return min(usual, self.positions or usual)
@@ -77,11 +77,11 @@ class Base:
         """The transformers configuration."""
         return load_architecture(self.directory)
 
-    def build(self, config: FinetuneConfig, precision: Precision) -> Any:
+    def build(self, config: FurtherConfig, precision: Precision) -> Any:
         """The model, with adapters beside frozen weights where the settings want them."""
         return self.adapted(load_model(self.directory, dtype=_loaded_in(config, precision)), config, precision)
 
-    def adapted(self, model: Any, config: FinetuneConfig, precision: Precision, besides: Sequence[str] = ()) -> Any:
+    def adapted(self, model: Any, config: FurtherConfig, precision: Precision, besides: Sequence[str] = ()) -> Any:
         """`model` as it is trained: quantized and with adapters where the settings say so; all but `besides` frozen."""
         check_tokenizer_fits(self.tokenizer, model, self.directory)
         if config.quantization == "nf4":
@@ -92,7 +92,7 @@ class Base:
 
     def completion(
         self,
-        config: FinetuneConfig,
+        config: FurtherConfig,
         run: RunDirectory,
         besides: Callable[[Any], Sequence[str]] = lambda _: (),
         load: Callable[[Path], Any] = load_model,
@@ -119,7 +119,7 @@ class Base:
         return complete
 
 
-def check_adapters(config: FinetuneConfig) -> None:
+def check_adapters(config: FurtherConfig) -> None:
     """ConfigError for what adapters alone can have; says which settings go unused without them."""
     if config.quantization != "none" and config.precision == "float8":
         raise ConfigError(
@@ -134,11 +134,11 @@ def check_adapters(config: FinetuneConfig) -> None:
             "Set lora_rank, such as 16, or quantization = none.",
         )
     for name in ("lora_alpha", "lora_dropout", "target_modules", "rank_stabilised", "decomposed"):
-        if getattr(config, name) != FinetuneConfig.model_fields[name].default:
+        if getattr(config, name) != FurtherConfig.model_fields[name].default:
             console.warn(f"{name} is not used: lora_rank = 0 trains all weights.")
 
 
-def _loaded_in(config: FinetuneConfig, precision: Precision) -> torch.dtype | None:
+def _loaded_in(config: FurtherConfig, precision: Precision) -> torch.dtype | None:
     """What will be 4 bits need not be 32 before, unless it shall be computed in them."""
     return torch.bfloat16 if config.quantization == "nf4" and precision.name != "fp32" else None
 
@@ -155,7 +155,7 @@ def _quantize(model: Any, precision: Precision) -> None:
     console.note(f"  {count / 1e6:,.1f}M weights are frozen in 4 bits (NF4), products in {precision.name}")
 
 
-def _add_adapters(config: FinetuneConfig, model: Any, besides: Sequence[str] = ()) -> None:
+def _add_adapters(config: FurtherConfig, model: Any, besides: Sequence[str] = ()) -> None:
     alpha = 2.0 * config.lora_rank if config.lora_alpha == "auto" else config.lora_alpha
     names = lora.add(
         model,
