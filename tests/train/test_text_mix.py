@@ -98,6 +98,19 @@ def test_the_same_settings_give_the_same_run_and_another_share_another(
     assert weights(tmp_path / "a") == weights(tmp_path / "b") != weights(tmp_path / "c")
 
 
+def test_tokens_of_another_share_are_not_taken_from_the_cache(
+    tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONECARD_TOKEN_CACHE", str(tmp_path / "cache"))
+    corpus, found = write_corpus(tmp_path), []
+    for share in (0.0, 0.5):
+        changes = {"text_share": share, "corpus": str(corpus)} if share else {}
+        output = str(tmp_path / f"run-{share}")
+        found.append(finetune(settings(tmp_path, tiny_model_directory, output=output, **changes))["rows"])
+    assert "text_tokens" not in found[0]
+    assert found[1]["text_tokens"] > 0
+
+
 def test_a_share_without_a_corpus_is_refused(tmp_path: Path, tiny_model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="no corpus is given"):
         finetune(settings(tmp_path, tiny_model_directory, text_share=0.5))

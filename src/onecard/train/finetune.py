@@ -141,7 +141,9 @@ def _stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> tuple[
 def _key(config: FinetuneConfig) -> str:
     """The hash of everything that decides the tokens of the rows: files, settings, tokenizer, template, libraries."""
     files = [artifact.hash_file(path) for source in config.sources for path in source_files(source)]
-    rows = [config.held_out, config.seed, config.row_tokens, config.strict]
+    rows: list[Any] = [config.held_out, config.seed, config.row_tokens, config.strict]
+    if config.text_share:
+        rows += [config.text_share, config.num_epochs, *text_mix.inputs(config)]
     # With their paths, which rejected rows are named by.
     sources = config.plain()["sources"]
     return artifact.hash_json(["chats", artifact.versions(), tokenizer_hash(config.model), files, sources, rows])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onecard import console
-from onecard.config import FinetuneConfig, TrainingConfig
+from onecard.config import FurtherConfig, TrainingConfig
 from onecard.errors import DoesNotFit, OnecardError
 from onecard.plan.job import Engine, Job, Memory, Target
 from onecard.train import relief
@@ -157,7 +157,7 @@ def job_of(task: Task, config: TrainingConfig) -> Job:
 
 def adapters_of(config: TrainingConfig) -> dict[str, Any]:
     """What a job knows of adapters; nothing where all weights are trained."""
-    if not isinstance(config, FinetuneConfig) or not config.lora_rank:
+    if not isinstance(config, FurtherConfig) or not config.lora_rank:
         return {}
     return {
         "method": "lora" if config.quantization == "none" else "qlora",

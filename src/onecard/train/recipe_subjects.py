@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from onecard import artifact
-from onecard.config import AlignConfig, ClassifyConfig, FinetuneConfig, PlanConfig, PretrainConfig, TrainingConfig
+from onecard.config import (
+    AlignConfig,
+    ClassifyConfig,
+    FinetuneConfig,
+    FurtherConfig,
+    PlanConfig,
+    PretrainConfig,
+    TrainingConfig,
+)
 from onecard.errors import ArtifactError, ConfigError
 from onecard.model.presets import Preset, preset
 from onecard.plan import architectures
@@ -168,7 +176,7 @@ def _shape(
 
 
 def _of_tuning(
-    stage: str, settings: FinetuneConfig, config: PlanConfig, target: Target, earlier: list[Subject]
+    stage: str, settings: FurtherConfig, config: PlanConfig, target: Target, earlier: list[Subject]
 ) -> Subject:
     model = _tuned(settings.model, earlier)
     text = model.get_text_config()
