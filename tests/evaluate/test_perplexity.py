@@ -16,7 +16,7 @@ from torch import nn
 from families import make_family
 from onecard.data.corpus import Document
 from onecard.errors import ArtifactError
-from onecard.evaluate import perplexity
+from onecard.evaluate import perplexity, scoring
 from onecard.evaluate.perplexity import Group, Row, Score, by_language, by_source, score_rows, windows
 
 
@@ -130,7 +130,7 @@ def test_sums_by_language_and_by_source() -> None:
 
 
 def test_batches_hold_no_more_tokens_than_asked_for_and_logits_come_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perplexity, "LOGITS_PER_BLOCK", 20)  # five positions of four entries
+    monkeypatch.setattr(scoring, "LOGITS_PER_BLOCK", 20)  # five positions of four entries
     model = UnigramModel(COSTS)
     rows = [Row(ZH, [2] + [0] * (1 + i % 30), 1) for i in range(200)]
     total = score(model, rows, window=10, stride=5, batch=3)[ZH]

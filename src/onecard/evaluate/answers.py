@@ -1,7 +1,7 @@
 """A model answers questions and continues texts: greedily, so that the same model always says the same.
 
-In: chats whose last message is the reference answer, or prompts as tokens. Out: what the model wrote, why it ended
-(`stop`: by itself; `length`: it was cut off), and how near it is to the reference.
+In: chats whose last message is the reference answer, or prompts as tokens. Out: what the model wrote, and why it ended
+(`stop`: by itself; `length`: it was cut off).
 
 It does not sample, and it does not judge whether an answer is true.
 """
@@ -9,12 +9,9 @@ It does not sample, and it does not judge whether an answer is true.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
-
-from onecard.evaluate.repetition import units
 
 if TYPE_CHECKING:
     import torch
@@ -42,22 +39,6 @@ class Answer:
     text: str
     finish_reason: FinishReason
     tokens: int
-
-
-def exact_match(text: str, reference: str) -> bool:
-    """Whether both are the same but for space around them."""
-    return text.strip() == reference.strip()
-
-
-def f1(text: str, reference: str) -> float:
-    """Harmonic mean, 0 to 1, of the shares of units that `text` and `reference` have in common, repetitions counted.
-
-    Units are characters for Chinese and words otherwise, in lower case, without punctuation; their order is not seen.
-    """
-    mine, theirs = Counter(units(text, punctuation=False)), Counter(units(reference, punctuation=False))
-    if not mine or not theirs:
-        return float(mine == theirs)
-    return 2 * (mine & theirs).total() / (mine.total() + theirs.total())
 
 
 def answer_questions(

@@ -22,10 +22,11 @@ from onecard.data.corpus import read_documents
 from onecard.data.sources import source_files
 from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate import findings
-from onecard.evaluate.answers import Answer, answer_questions, context_tokens, decode, exact_match, f1, generate
+from onecard.evaluate.answers import Answer, answer_questions, context_tokens, decode, generate
 from onecard.evaluate.compression import Compressed, compress_documents
 from onecard.evaluate.perplexity import Group, Score, by_language, by_source, score_groups
 from onecard.evaluate.repetition import beginning, summarize, units
+from onecard.evaluate.similarity import exact_match, f1
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,8 @@ In: a causal language model, its tokenizer, a stream of documents. Out: a `Score
 
 A document is the tokens `bos text eos`. Every token after the first is scored exactly once, in overlapping windows, so
 the cost of the end of the document is included; the bytes are those of the text alone. Sums are kept, never means of
-means, so the numbers are the same for any batch size. Logits exist for a bounded number of positions at a time, and
-documents pass through in a stream: memory does not grow with the set or with the vocabulary times the window.
+means, so the numbers are the same for any batch size. Documents pass through in a stream: memory does not grow with the
+set (nor with the vocabulary: scoring.py).
 
 It does not know where documents come from, nor what the numbers are compared with.
 """
@@ -17,18 +17,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from onecard.errors import ArtifactError
+from onecard.evaluate.scoring import Passage, Scorer, batches, check_finite
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from onecard.data.corpus import Document
 
-# One block of logits: 2^24 fp32 values are 64 MiB, whatever the vocabulary.
-LOGITS_PER_BLOCK = 1 << 24
 # So many batches' windows are put in order of length at a time: little padding, and memory that stays bounded.
 BATCHES_SORTED_TOGETHER = 32
 DOCUMENTS_ENCODED_TOGETHER = 64
@@ -97,6 +94,11 @@ class _Piece(NamedTuple):
     ids: Sequence[int]
     first_target: int
     bytes_share: float
+
+    @property
+    def passage(self) -> Passage:
+        """Its tokens, those from `first_target` on marked."""
+        return Passage(self.ids, [place >= self.first_target for place in range(len(self.ids))])
 
 
 def windows(length_tokens: int, window_tokens: int, stride_tokens: int) -> Iterator[Window]:
@@ -177,22 +179,18 @@ def score_rows(
 ) -> dict[Group, Score]:
     """`score_groups` for documents that are tokens already."""
     totals: dict[Group, Score] = defaultdict(Score)
-    scorer = _Scorer(model)
+    scorer = Scorer(model)
     budget_tokens = max(1, batch_windows) * window_tokens
     pieces = _pieces(rows, window_tokens, stride_tokens, totals)
     while together := _take(pieces, budget_tokens * BATCHES_SORTED_TOGETHER):
         # Longest first: if memory does not suffice, that shows at once and not at the end.
         together.sort(key=lambda piece: len(piece.ids), reverse=True)
-        for batch in _batches(together, budget_tokens):
-            for piece, nats in zip(batch, scorer.nats(batch)):
+        for batch in batches(together, budget_tokens):
+            for piece, nats in zip(batch, scorer.nats([piece.passage for piece in batch])):
                 totals[piece.group] += Score(nats=nats, tokens=len(piece.ids) - piece.first_target)
             if advance is not None:
                 advance(sum(piece.bytes_share for piece in batch))
-    if not all(math.isfinite(score.nats) for score in totals.values()):
-        raise ArtifactError(
-            "The model gives numbers that are not finite on this text.",
-            "Its weights are damaged, or its training diverged: take an earlier checkpoint or train again.",
-        )
+    check_finite([score.nats for score in totals.values()])
     return dict(totals)
 
 
@@ -215,76 +213,3 @@ def _take(pieces: Iterator[_Piece], limit_tokens: int) -> list[_Piece]:
         taken.append(piece)
         tokens += len(piece.ids)
     return taken
-
-
-def _batches(pieces: Sequence[_Piece], budget_tokens: int) -> Iterator[list[_Piece]]:
-    """Pieces, longest first, as batches of at most `budget_tokens` with the padding (and at least one piece)."""
-    remaining = iter(pieces)
-    while (first := next(remaining, None)) is not None:
-        yield [first, *islice(remaining, max(0, budget_tokens // len(first.ids) - 1))]
-
-
-class _Scorer:
-    """Runs a model over batches of windows and sums the cost of each window's targets."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model: Any = model  # its types are incomplete
-        self._head_is_plain: bool | None = None
-
-    def nats(self, batch: Sequence[_Piece]) -> list[float]:
-        """The cost of the scored tokens of each piece."""
-        import torch
-
-        with torch.inference_mode():
-            if self._head_is_plain is None:
-                self._head_is_plain = self._compare_heads(batch[0].ids[:16])
-            if not self._head_is_plain:
-                return [cost for piece in batch for cost in self._nats([piece])]
-            return self._nats(batch)
-
-    def _compare_heads(self, ids: Sequence[int]) -> bool:
-        """Whether the model's logits are just its output layer over its hidden states.
-
-        Some architectures scale or cap them afterwards; those are asked for whole windows, one at a time.
-        """
-        import torch
-
-        ids_BT = torch.tensor([list(ids)], device=self._model.device)
-        logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
-        return torch.allclose(self._head(self._hidden(ids_BT)), logits_BTV, rtol=1e-3, atol=1e-4)
-
-    def _hidden(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        hidden_BTD: torch.Tensor = self._model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return hidden_BTD
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.get_output_embeddings()(hidden)
-        return logits
-
-    def _nats(self, batch: Sequence[_Piece]) -> list[float]:
-        import torch
-        from torch.nn.functional import cross_entropy
-
-        length = len(batch[0].ids)
-        # Padding stands to the right of every target, where a causal model cannot see it: no mask is needed.
-        ids_BT = torch.tensor([[*piece.ids, *[0] * (length - len(piece.ids))] for piece in batch])
-        scored_BT = torch.tensor(
-            [[piece.first_target <= position < len(piece.ids) for position in range(1, length)] for piece in batch]
-        )
-        row_N = scored_BT.nonzero()[:, 0]
-        targets_N = ids_BT[:, 1:][scored_BT].to(self._model.device)
-        ids_BT, scored_BT = ids_BT.to(self._model.device), scored_BT.to(self._model.device)
-        if self._head_is_plain:
-            states_NX = self._hidden(ids_BT)[:, :-1][scored_BT]
-        else:
-            states_NX = self._model(input_ids=ids_BT, use_cache=False).logits[:, :-1][scored_BT]
-        block = max(1, LOGITS_PER_BLOCK // self._model.get_output_embeddings().weight.shape[0])
-        costs: list[torch.Tensor] = []
-        for states, targets in zip(torch.split(states_NX, block), torch.split(targets_N, block)):
-            logits = self._head(states) if self._head_is_plain else states
-            costs.append(cross_entropy(logits.float(), targets, reduction="none"))
-        # Sums in fp64, so that the order of adding does not show in the result.
-        sums_B = torch.zeros(len(batch), dtype=torch.float64)
-        sums_B.index_add_(0, row_N, torch.cat(costs).double().cpu())
-        sums: list[float] = sums_B.tolist()
-        return sums
