@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onecard.evaluate.answers import Generated, answer_questions, context_tokens, generate
+from onecard.evaluate.questions import Question
 from onecard.model.load import load_model, load_tokenizer
 from onecard.tokenizer.template import encode_chat, stop_token_ids
 
@@ -68,8 +69,8 @@ def tiny(tiny_model_directory: Path) -> Any:
     return SimpleNamespace(model=model, tokenizer=load_tokenizer(tiny_model_directory))
 
 
-CHATS: list[Any] = [
-    SimpleNamespace(messages=[{"role": "user", "content": question}, {"role": "assistant", "content": reference}])
+CHATS = [
+    Question([{"role": "user", "content": question}], "", 0, answer={"role": "assistant", "content": reference})
     for question, reference in [
         ("你好", "你好！"),
         ("What is the capital of France, and what is it known for?", "Paris."),
@@ -78,14 +79,16 @@ CHATS: list[Any] = [
     ]
 ]
 CHATS.append(
-    SimpleNamespace(
-        messages=[
+    Question(
+        [
             {"role": "system", "content": "Be short."},
             {"role": "user", "content": "1"},
             {"role": "assistant", "content": "2"},
             {"role": "user", "content": "3"},
-            {"role": "assistant", "content": "4"},
-        ]
+        ],
+        "",
+        0,
+        answer={"role": "assistant", "content": "4"},
     )
 )
 
@@ -95,14 +98,14 @@ def test_answers_are_the_same_one_by_one_and_together(tiny: Any) -> None:
     together = answer_questions(tiny.model, tiny.tokenizer, CHATS, 12, 3)
     assert alone == together
     assert len({answer.text for answer in alone}) > 1
-    assert [answer.question for answer in alone] == [chat.messages[-2]["content"] for chat in CHATS]
-    assert [answer.reference for answer in alone] == [chat.messages[-1]["content"] for chat in CHATS]
+    assert [answer.question for answer in alone] == [chat.messages[-1]["content"] for chat in CHATS]
+    assert [answer.reference for answer in alone] == [chat.reference for chat in CHATS]
 
 
 def test_answers_are_those_of_the_whole_forward_pass(tiny: Any) -> None:
     """Every token is the likeliest after the conversation so far, which begins with one BOS and holds all turns."""
     stops = stop_token_ids(tiny.tokenizer)
-    prompts = [encode_chat(tiny.tokenizer, c.messages[:-1], add_generation_prompt=True).ids for c in CHATS]
+    prompts = [encode_chat(tiny.tokenizer, c.messages, add_generation_prompt=True).ids for c in CHATS]
     found = generate(tiny.model, prompts, stop_ids=stops, vocabulary_size=len(tiny.tokenizer), limit=8, batch_size=5)
     for prompt, item in zip(prompts, found):
         assert prompt.count(tiny.tokenizer.bos_token_id) == 1

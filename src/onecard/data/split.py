@@ -1,14 +1,20 @@
-"""Which documents are held out: decided by a hash of seed and id, so that it depends on neither order nor machine."""
+"""Which documents and chats are held out: decided by a hash of seed and id (of a chat: its first question), so that it
+depends on neither order nor machine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from onecard import artifact
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 _ENOUGH_DOCUMENTS = 10
+_LETTERS = re.compile(r"[^\W_]+")
 
 
 def held_out_count(documents: int, share: float) -> int:
@@ -32,3 +38,17 @@ def held_out(ranks: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
     chosen = np.zeros(len(ranks), dtype=bool)
     chosen[np.argsort(ranks, kind="stable")[: held_out_count(len(ranks), share)]] = True
     return chosen
+
+
+def question_is_held_out(seed: int, share: float, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a chat is held out: by the letters and digits of its first question, whatever their case.
+
+    So the same question never stands on both sides, however often it is asked and however it is punctuated.
+    """
+    return int(artifact.hash_json([seed, question_key(messages)])[:8], 16) / 16**8 < share
+
+
+def question_key(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What makes two first questions the same: letters and digits, case folded (or the text, where it has none)."""
+    question = next((str(message.get("content") or "") for message in messages if message["role"] == "user"), "")
+    return "".join(_LETTERS.findall(question.casefold())) or question

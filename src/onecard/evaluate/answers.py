@@ -1,6 +1,6 @@
 """A model answers questions and continues texts: greedily, so that the same model always says the same.
 
-In: chats whose last message is the reference answer, or prompts as tokens. Out: what the model wrote, and why it ended
+In: questions, or prompts as tokens. Out: what the model wrote, and why it ended
 (`stop`: by itself; `length`: it was cut off).
 
 It does not sample, and it does not judge whether an answer is true.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from onecard.data.chats import Chat
+    from onecard.evaluate.questions import Question
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,20 +44,20 @@ class Answer:
 def answer_questions(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    chats: Sequence[Chat],
+    questions: Sequence[Question],
     max_new_tokens: int,
     batch_size: int,
     *,
     advance: Callable[[float], None] | None = None,
 ) -> list[Answer]:
-    """Ask the model for the last message of each chat, given those before it; answers in the order of `chats`.
+    """The model's answer to each of the questions, in their order.
 
     Errors: those of the chat template. `advance` is called with the number of questions answered since the last call.
     """
     from onecard.model.load import vocabulary_rows
     from onecard.tokenizer.template import encode_chat, stop_token_ids
 
-    prompts = [encode_chat(tokenizer, chat.messages[:-1], add_generation_prompt=True).ids for chat in chats]
+    prompts = [encode_chat(tokenizer, one.messages, add_generation_prompt=True).ids for one in questions]
     written = generate(
         model,
         prompts,
@@ -69,18 +69,14 @@ def answer_questions(
     )
     return [
         Answer(
-            question=_content(chat.messages[-2]) if len(chat.messages) > 1 else "",
-            reference=_content(chat.messages[-1]),
+            question=question.text,
+            reference=question.reference,
             text=decode(tokenizer, item.ids),
             finish_reason=item.finish_reason,
             tokens=len(item.ids),
         )
-        for chat, item in zip(chats, written)
+        for question, item in zip(questions, written)
     ]
-
-
-def _content(message: Any) -> str:
-    return str(message.get("content") or "")
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:

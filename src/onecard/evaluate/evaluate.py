@@ -9,12 +9,11 @@ How things are measured stands in the modules beside this one; how they are show
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onecard import artifact, console
 from onecard.config import EvaluateConfig
@@ -22,24 +21,15 @@ from onecard.data.corpus import read_documents
 from onecard.data.sources import source_files
 from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate import findings
-from onecard.evaluate.answers import Answer, answer_questions, context_tokens, decode, generate
 from onecard.evaluate.compression import Compressed, compress_documents
-from onecard.evaluate.perplexity import Group, Score, by_language, by_source, score_groups
-from onecard.evaluate.repetition import beginning, summarize, units
+from onecard.evaluate.measuring import Measured, Work, measure, window
+from onecard.evaluate.perplexity import Score, by_language, by_source
+from onecard.evaluate.questions import Question, choose
+from onecard.evaluate.repetition import beginning, units
 from onecard.evaluate.similarity import exact_match, f1
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-    from onecard.data.chats import Chat
-
-LONGEST_AUTO_WINDOW_TOKENS = 1024
-BATCH_WINDOWS = 8
-BATCH_ANSWERS = 8
 PROMPTS_PER_LANGUAGE = 2
 PROMPT_UNITS = 20
-CONTINUATION_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +48,6 @@ class HeldOut:
     documents: int
     bytes: int
     prompts: list[Prompt]
-
-
-@dataclass(slots=True)
-class Measured:
-    """Everything measured of one model; answers and continuations in the order of the questions and prompts."""
-
-    path: str
-    parameters: int
-    groups: dict[Group, Score] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    continuations: list[str] = field(default_factory=list)
-
-    def behaviour(self) -> dict[str, Any]:
-        """How it answers: counts of questions asked and stopped at; shares 0 to 1; None where nothing was measured."""
-        written = [answer.text for answer in self.answers] + self.continuations
-        repetition = summarize(written)
-        asked = len(self.answers)
-        pairs = [(answer.text, answer.reference) for answer in self.answers]
-        return {
-            "asked": asked,
-            "stopped": sum(answer.finish_reason == "stop" for answer in self.answers),
-            "exact_match": sum(exact_match(*pair) for pair in pairs) / asked if asked else None,
-            "f1": sum(f1(*pair) for pair in pairs) / asked if asked else None,
-            "repetition": repetition.repeated_share if written else None,
-            "longest_loop": repetition.longest_loop if written else None,
-        }
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
@@ -111,16 +75,20 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             f"The corpus {config.corpus} holds no held-out text: bits per byte are not measured, only the answers. "
             "A larger held_out, or split = paragraph for a few long files, holds some back."
         )
-    chats = _choose_chats(config) if config.questions else []
-    window_tokens = _window(config, list(paths.values()))
+    work = Work(
+        window_tokens=window(config.window_tokens, list(paths.values())),
+        max_new_tokens=config.max_new_tokens,
+        **(_questions(config) if config.questions else {}),
+        **_text(config, held_out),
+    )
     parents = [*paths.values(), *([] if config.corpus is None else [config.corpus])]
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=parents) as temporary:
-        measured = {name: _measure(name, path, config, held_out, chats, window_tokens) for name, path in paths.items()}
+        measured = {name: measure(name, path, work) for name, path in paths.items()}
         xz: dict[str, Compressed] = {}
         if config.corpus is not None and held_out is not None and config.compare_xz:
             console.note("Compressing the same text with xz -9e")
             xz = compress_documents(read_documents(config.corpus))
-        result = _result(measured, xz, window_tokens) | {"output": str(config.output)}
+        result = _result(measured, xz, work.window_tokens) | {"output": str(config.output)}
         report = _report(config, measured, xz, held_out, result)
         artifact.write_json_atomically(temporary / "report.json", report)
         findings.page(report).save(temporary / "report.html")
@@ -148,125 +116,26 @@ def _survey(corpus: Path) -> HeldOut | None:
     return HeldOut(documents, count_bytes, ordered)
 
 
-def _choose_chats(config: EvaluateConfig) -> list[Chat]:
-    """`question_count` chats, each equally likely to be taken, in the order of the files."""
-    from onecard.data.chats import read_chats
-
-    generator = random.Random(config.seed)
-    chosen: list[tuple[int, Chat]] = []
-    reasons: Counter[str] = Counter()
-    chats = read_chats(config.questions, strict=False, reject=lambda rejection: reasons.update([rejection.reason]))
-    for seen, chat in enumerate(chats):
-        # Each further chat takes the place of a chosen one with the right probability: one pass, bounded memory.
-        if seen < config.question_count:
-            chosen.append((seen, chat))
-        elif (place := generator.randrange(seen + 1)) < config.question_count:
-            chosen[place] = (seen, chat)
-    if reasons:
-        found = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common())
-        console.warn(f"Rows of the questions that cannot be asked are left out: {found}.")
-    return [chat for _, chat in sorted(chosen, key=lambda pair: pair[0])]
-
-
-def _window(config: EvaluateConfig, paths: Sequence[Path]) -> int:
-    """The window in tokens: what all models hold, at most 1024 unless the user asks for more."""
-    from transformers import AutoConfig
-
-    from onecard.model.load import model_directory
-
-    contexts = {
-        path: context_tokens(
-            AutoConfig.from_pretrained(model_directory(path), local_files_only=True, trust_remote_code=False)
-        )
-        for path in paths
+def _text(config: EvaluateConfig, held_out: HeldOut | None) -> dict[str, Any]:
+    """The part of the work that is text."""
+    if held_out is None or config.corpus is None:
+        return {}
+    corpus = config.corpus
+    return {
+        "documents": lambda: read_documents(corpus, "held_out"),
+        "document_bytes": held_out.bytes,
+        "prompts": [prompt.text for prompt in held_out.prompts],
     }
-    shortest = min(contexts, key=lambda path: contexts[path])
-    if config.window_tokens == "auto":
-        return min(contexts[shortest], LONGEST_AUTO_WINDOW_TOKENS)
-    if not 2 <= config.window_tokens <= contexts[shortest]:
-        raise ConfigError(
-            f"window_tokens is {config.window_tokens}, but the model in {shortest} reads at most {contexts[shortest]}.",
-            f"Give 2 to {contexts[shortest]}, or auto.",
-        )
-    return config.window_tokens
 
 
-def _measure(
-    name: str,
-    path: Path,
-    config: EvaluateConfig,
-    held_out: HeldOut | None,
-    chats: Sequence[Chat],
-    window_tokens: int,
-) -> Measured:
-    """Load one model and measure it wholly."""
-    from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer
-
-    console.heading(f"Measuring the {name}: {path}")
-    device, dtype = _place(path)
-    tokenizer = load_tokenizer(path)
-    model = load_model(path, dtype=dtype, device=device)
-    check_tokenizer_fits(tokenizer, model, path)
-    measured = Measured(str(path), parameters=sum(p.numel() for p in model.parameters()))
-    if held_out is not None and config.corpus is not None:
-        with console.progress("held-out text", held_out.bytes / 1000, "kB") as bar:
-            measured.groups = score_groups(
-                model,
-                tokenizer,
-                read_documents(config.corpus, "held_out"),
-                window_tokens=window_tokens,
-                stride_tokens=window_tokens // 2,
-                batch_windows=BATCH_WINDOWS,
-                advance=lambda count_bytes: bar.advance(count_bytes / 1000),
-            )
-        measured.continuations = _continue(model, tokenizer, held_out.prompts)
-    if chats and name == "base" and not tokenizer.chat_template:
-        console.warn(f"The base {path} has no chat template: it is not asked the questions.")
-    elif chats:
-        with console.progress("questions", len(chats)) as bar:
-            measured.answers = answer_questions(
-                model, tokenizer, chats, config.max_new_tokens, BATCH_ANSWERS, advance=bar.advance
-            )
-    return measured
-
-
-def _place(path: Path) -> tuple[str, torch.dtype]:
-    """Where and in which number format a model is measured: in fp32, unless only bf16 fits on the card."""
-    import torch
-
-    from onecard.model.load import model_directory
-
-    if not torch.cuda.is_available():
-        return "cpu", torch.float32
-    from safetensors import safe_open
-
-    elements = 0
-    for file in model_directory(path).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-                shape = tensors.get_slice(name).get_shape()
-                elements += torch.Size(shape).numel()
-    free_bytes, _ = torch.cuda.mem_get_info()
-    if 4 * elements < 0.6 * free_bytes:
-        return "cuda", torch.float32
-    console.note(f"{path} is measured in bf16: in fp32 it would not fit on the card.")
-    return "cuda", torch.bfloat16
-
-
-def _continue(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt]) -> list[str]:
-    """The model's own continuation of each prompt, greedily."""
-    from onecard.model.load import vocabulary_rows
-    from onecard.tokenizer.template import encode_prompt, stop_token_ids
-
-    written = generate(
-        model,
-        [encode_prompt(tokenizer, prompt.text) for prompt in prompts],
-        stop_ids=stop_token_ids(tokenizer),
-        vocabulary_size=vocabulary_rows(tokenizer),
-        limit=CONTINUATION_TOKENS,
-        batch_size=BATCH_ANSWERS,
-    )
-    return [decode(tokenizer, item.ids) for item in written]
+def _questions(config: EvaluateConfig) -> dict[str, Any]:
+    """`question_count` of the questions to be answered, and as many of those with choices."""
+    count = config.question_count
+    wanted: dict[str, tuple[int, Callable[[Question], bool]]] = {
+        "asked": (count, lambda question: not question.choices),
+        "choices": (count, lambda question: bool(question.choices)),
+    }
+    return dict(choose(config.questions, config.seed, wanted))
 
 
 def _result(measured: dict[str, Measured], xz: dict[str, Compressed], window_tokens: int) -> dict[str, Any]:

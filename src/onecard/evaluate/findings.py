@@ -94,17 +94,45 @@ def _bits(value: float) -> float:
     return round(value, 3)
 
 
+_SHARES = {
+    "exact_match": "exact match",
+    "f1": "F1 (ROUGE-1)",
+    "rouge_2": "ROUGE-2",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "checks": "checks passed",
+    "repetition": "repeated 4-grams",
+}
+"""What is measured of answers, as shares, and how it is called."""
+
+
 def behaviour_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of how each model answers."""
-    columns = ["", "stopped by itself", "exact match", "F1", "repeated 4-grams", "longest loop"]
+    """Columns and rows of how each model answers; what was not measured of any has no column."""
+    models = report["models"]
+    shown = [key for key in _SHARES if any(one[key] is not None for one in models.values())]
+    columns = ["", "stopped by itself", *(_SHARES[key] for key in shown), "longest loop"]
     rows = []
-    for name, one in report["models"].items():
+    for name, one in models.items():
         stopped = f"{one['stopped']} of {one['asked']}" if one["asked"] else ""
         loop = "" if one["longest_loop"] is None else str(one["longest_loop"])
-        rows.append(
-            [name, stopped, _percent(one["exact_match"]), _percent(one["f1"]), _percent(one["repetition"]), loop]
-        )
+        rows.append([name, stopped, *(_percent(one[key]) for key in shown), loop])
     return columns, rows
+
+
+CHOICES = (
+    "By log-likelihood: the choice whose answer is likeliest as a whole (sum), or in the mean by token, by character, by "
+    "byte of it."
+)
+
+
+def choice_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the share of right choices, by way of counting; no rows where there were none."""
+    found = {name: one["choices"] for name, one in report["models"].items() if one["choices"]}
+    ways = list(next(iter(found.values()), {}))
+    return ["", *(f"by {way}" for way in ways)], [
+        [name, *(_percent(shares[way]) for way in ways)] for name, shares in found.items()
+    ]
 
 
 def _percent(value: float | None) -> str:
@@ -128,6 +156,9 @@ def show(report: Mapping[str, Any]) -> None:
             for item in report["answers"][:5]
         ]
         console.table("The first of them", ["question", *names], rows)
+    columns, rows = choice_table(report)
+    if rows:
+        console.table("Multiple choice", columns, rows)
     console.result(f"Report: {result['output']}/report.html")
 
 
@@ -150,6 +181,10 @@ def page(report: Mapping[str, Any]) -> Page:
         _text_section(made, report)
     if result["asked"]:
         _answer_section(made, report)
+    columns, rows = choice_table(report)
+    if rows:
+        made.heading("Multiple choice")
+        made.table(columns, rows, CHOICES)
     if report["continuations"]:
         _continuation_section(made, report)
     made.heading("How this was measured")
@@ -238,7 +273,7 @@ def _answer_section(made: Page, report: Mapping[str, Any]) -> None:
     made.heading("Answers")
     if report["questions_were_trained_on"]:
         made.paragraph(BY_HEART)
-    made.table(*behaviour_table(report), "F1: shared characters (Chinese) or words with the reference answer.")
+    made.table(*behaviour_table(report), "Shared characters (Chinese) or words with the reference answer.")
     names = _asked(report)
     rows = [
         [item["question"], item["reference"], *(_answer(item["answers"][name]) for name in names)]

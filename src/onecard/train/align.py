@@ -23,6 +23,7 @@ from onecard.data.preferences import Comparison, read_comparisons
 from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
+from onecard.data.split import question_is_held_out
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import tokenizer_file, vocabulary_rows
@@ -251,7 +252,8 @@ def _write_stores(
         for comparison in read_comparisons(config.sources, strict=config.strict, reject=reject):
             made, reason = _encode(config, base.tokenizer, comparison, tally, positions)
             if reason is None:
-                splits[_split(config, comparison.question)] += made
+                held_out = question_is_held_out(config.seed, config.held_out, comparison.question)
+                splits["held_out" if held_out else "train"] += made
                 tally.read += 1
                 tally.kept += 1
                 continue
@@ -340,13 +342,6 @@ def _mismatched(judged: list[_Judged], longest: int) -> Iterator[_Pair]:
         room = longest - len(item.document) - len(question)
         mismatched = _Document(question, other.answer[:room], other.learned[:room])
         yield _Pair(item.source, (item.document, mismatched), item.good)
-
-
-def _split(config: AlignConfig, question: list[Message]) -> str:
-    """By the first question, so that the same question never stands on both sides."""
-    first = next((m["content"] for m in question if m["role"] == "user"), "")
-    share = int(artifact.hash_json([config.seed, first])[:8], 16) / 16**8
-    return "held_out" if share < config.held_out else "train"
 
 
 def _prompts(store: TokenStore, tokenizer: Any) -> list[tuple[str, list[int]]]:

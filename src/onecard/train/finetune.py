@@ -18,6 +18,7 @@ from onecard.data.packing import PackedRows
 from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
+from onecard.data.split import question_is_held_out
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import (
@@ -164,7 +165,8 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
         for chat in read_chats(config.sources, strict=config.strict, reject=reject):
             encoded = _encode(config, tokenizer, chat, tally, reject)
             if encoded is not None:
-                splits[_split(config, chat)].append(encoded)
+                held_out = question_is_held_out(config.seed, config.held_out, chat.messages)
+                splits["held_out" if held_out else "train"].append(encoded)
     if not splits["train"]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in tally.dropped.most_common())
         if splits["held_out"]:
@@ -222,13 +224,6 @@ def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, r
     tally.tokens += len(ids)
     tally.learned_tokens += sum(learned)
     return Encoded(chat.source, ids, learned)
-
-
-def _split(config: FinetuneConfig, chat: Chat) -> str:
-    """By the first question, so that the same question never stands on both sides."""
-    question = next((m["content"] for m in chat.messages if m["role"] == "user"), "")
-    share = int(artifact.hash_json([config.seed, question])[:8], 16) / 16**8
-    return "held_out" if share < config.held_out else "train"
 
 
 def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
