@@ -73,6 +73,9 @@ VERBS: dict[str, VerbEntry] = {
     "bench memory": VerbEntry(
         "onecard.train.memory_bench:memory", "MemoryBenchConfig", "", "measure each way of saving memory"
     ),
+    "quantize": VerbEntry(
+        "onecard.compress.quantize:quantize", "QuantizeConfig", "quantize", "make weights integers of 4 or 8 bits"
+    ),
     "export": VerbEntry(
         "onecard.compress.export:export", "ExportConfig", "export", "write a model for llama.cpp and Ollama (GGUF)"
     ),

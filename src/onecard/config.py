@@ -395,6 +395,43 @@ class ExportConfig(Verb):
     name: str = setting("", "what the model is called (default: the name of its directory)")
 
 
+class ComparedConfig(Verb):
+    """What every verb has that makes another form of a model and compares it with the original."""
+
+    corpus: Path | None = setting(
+        None, "a corpus directory (from clean): its held-out text measures, its other text calibrates where needed"
+    )
+    questions: list[Source] = setting([], "chat rows that both forms answer", metavar="SOURCE")
+    question_count: Positive = setting(100, "how many of the questions are asked")
+    max_new_tokens: Positive = setting(64, "longest answer")
+    text_kilobytes: Positive = setting(200, "so much held-out text of each language is measured")
+    seed: int = setting(0, "decides which questions and texts are taken")
+
+
+class QuantizeConfig(ComparedConfig):
+    """Make a model's weights integers of 4 or 8 bits, or float8, for transformers and vLLM."""
+
+    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    format: Literal["int8", "int4", "nf4", "float8"] = setting(
+        "int8", "int8: a scale a row; int4: a scale a group; nf4: bitsandbytes; float8: for cards that have it"
+    )
+    method: Literal["auto", "nearest", "gptq"] = setting(
+        "auto",
+        "gptq: later weights make up for the rounding of earlier ones, on text of the corpus; auto: gptq for int4 with "
+        "a corpus, else nearest",
+    )
+    group_size: Literal["auto", 32, 64, 128] = setting(
+        "auto", "int4: neighbours that share a scale; auto: the most that divides every layer's width"
+    )
+    head: bool = setting(False, "quantize the output layer too")
+    kept_precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto", "number format of what is not quantized; auto: bf16, or fp16 where the model is in that"
+    )
+    calibration_rows: Positive = setting(64, "gptq: rows of text of the corpus")
+    calibration_tokens: Annotated[int, Field(ge=8)] = setting(512, "gptq: tokens in a row")
+    output: Path = setting(Path("quantized"), "the model directory to write, with report.html")
+
+
 class RateSearch(Settings):
     """What `find-lr` has beside the settings of the run that is meant."""
 

@@ -93,20 +93,21 @@ def load_model(
     from safetensors import SafetensorError
 
     silence_transformers()
-    from transformers import AutoModelForCausalLM
+    from onecard.model import compressed_files
 
     directory = model_directory(path)
     if not any(directory.glob("*.safetensors")):
         raise ArtifactError(f"{directory} has no *.safetensors file with the weights.", COPY_AGAIN)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(directory),
+        kind, place, further = compressed_files.opening(directory, dtype or torch.float32)
+        loaded: Any = kind.from_pretrained(
+            place,
             dtype=dtype or torch.float32,
             attn_implementation=attention,
             local_files_only=True,
-            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **further,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as fault:
         raise ArtifactError(f"The model in {directory} cannot be read: {first_line(fault)}.", COPY_AGAIN) from fault

@@ -1,0 +1,85 @@
+"""Model directories that a compression writes: weights, a config.json that both generations of readers know, and what
+stands beside the weights of the model that it was made of.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onecard import artifact, console
+from onecard.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SPARE_BYTES = 256 << 20
+# Written anew for each directory, or told of the other one.
+_NOT_COPIED = ("config.json", "model.safetensors.index.json", "report.json", artifact.MANIFEST)
+
+
+def check_room(output: Path, wanted: int) -> None:
+    """ArtifactError if the disk has no room for what is planned; nothing has been written by then."""
+    place = output.resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < wanted + _SPARE_BYTES:
+        raise ArtifactError(
+            f"{output} takes {console.format_bytes(wanted)}, and {place} has {console.format_bytes(free)} free.",
+            "Free some space, choose another --output, or a format of fewer bits.",
+        )
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation settings: everything beside the weights of `source`."""
+    for path in sorted(source.iterdir()):
+        kept = path.suffix in (".json", ".jinja", ".model", ".txt") and path.name not in _NOT_COPIED
+        if path.is_file() and kept:
+            shutil.copyfile(path, folder / path.name)
+
+
+def write_model(folder: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    """Weights as model.safetensors, and config.json of `settings` for readers of both generations."""
+    from safetensors.torch import save_file
+
+    path = folder / "model.safetensors"
+    with artifact.disk_faults(path):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    artifact.write_json_atomically(folder / "config.json", for_both_generations(settings))
+    # Written for the owner alone; the other files are for whom umask says.
+    path.chmod((folder / "config.json").stat().st_mode)
+
+
+def for_both_generations(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 5 writes it, with the fields that transformers 4 and older vLLM read in their place.
+
+    `dtype` stands beside `torch_dtype`, `rope_parameters` beside `rope_theta` and, where positions are stretched,
+    `rope_scaling`.
+    """
+    made = dict(settings)
+    made["dtype"] = made["torch_dtype"] = made.get("dtype") or made.get("torch_dtype") or "float32"
+    rope = made.get("rope_parameters")
+    if not rope and "rope_theta" in made:
+        rope = {"rope_type": "default", **(made.get("rope_scaling") or {}), "rope_theta": made["rope_theta"]}
+        made["rope_parameters"] = rope
+    # Of models whose layers have several kinds of positions, each kind has its own settings, which only 5 knows.
+    if rope and "rope_theta" in rope:
+        made["rope_theta"] = rope["rope_theta"]
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        made["rope_scaling"] = scaling if rope.get("rope_type", "default") != "default" else None
+    return made
+
+
+def written_settings(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory."""
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return found
+
+
+def weight_bytes(directory: Path) -> int:
+    """What the weights take on disk."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
