@@ -70,6 +70,9 @@ VERBS: dict[str, VerbEntry] = {
     "evaluate": VerbEntry(
         "onecard.evaluate.evaluate:evaluate", "EvaluateConfig", "evaluate", "measure a model on text it has not seen"
     ),
+    "compare": VerbEntry(
+        "onecard.evaluate.compare:compare", "CompareConfig", "compare", "say whether a model is better than another"
+    ),
     "bench memory": VerbEntry(
         "onecard.train.memory_bench:memory", "MemoryBenchConfig", "", "measure each way of saving memory"
     ),

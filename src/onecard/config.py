@@ -310,6 +310,9 @@ class FurtherConfig(TrainingConfig):
     quantization: Literal["none", "nf4"] = setting(
         "none", "how frozen weights lie beside adapters: as they are, or in 4 bits (QLoRA; needs bitsandbytes)"
     )
+    quantization_aware: Literal["none", "int8", "int4"] = setting(
+        "none", "train all weights so that `onecard quantize` to this format leaves the model as it was trained"
+    )
     packing: bool | Auto = setting(
         "auto", "several rows in one, each attended alone; auto: wherever the model can keep them apart"
     )
@@ -420,8 +423,8 @@ class QuantizeConfig(ComparedConfig):
         "gptq: later weights make up for the rounding of earlier ones, on text of the corpus; auto: gptq for int4 with "
         "a corpus, else nearest",
     )
-    group_size: Literal["auto", 32, 64, 128] = setting(
-        "auto", "int4: neighbours that share a scale; auto: the most that divides every layer's width"
+    group_size: Positive | Auto = setting(
+        "auto", "int4: neighbours that share a scale, 32, 64 or 128; auto: the most that divides every layer's width"
     )
     head: bool = setting(False, "quantize the output layer too")
     kept_precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
@@ -479,6 +482,30 @@ class EvaluateConfig(Verb):
     )
     seed: int = setting(0, "decides which questions are asked")
     output: Path = setting(Path("evaluation"), "the evaluation directory to write")
+
+
+class CompareConfig(Verb):
+    """Say whether a model is better than another one, such as its base, on the same rows, and how sure that is."""
+
+    base: Path = setting(
+        ..., "the model to begin from, such as the one before fine-tuning", positional=True, metavar="BASE"
+    )
+    model: Path = setting(..., "the model that may be better", positional=True, metavar="MODEL")
+    sources: list[Source] = setting(
+        [],
+        "chats, multiple choice (question, choices, answer), rows with checks; rows that a model learned are left out",
+        metavar="ROWS",
+    )
+    text: list[Source] = setting(
+        [], "a corpus directory or files of general text: bits per byte tell what was forgotten", metavar="TEXT"
+    )
+    rows: Positive = setting(200, "chats whose answers' loss is measured, and questions of multiple choice")
+    question_count: Positive = setting(40, "questions that both models answer")
+    text_characters: Positive = setting(100_000, "so much of the text is measured, evenly spread over it")
+    max_new_tokens: Positive = setting(128, "longest answer")
+    window_tokens: Positive | Auto = setting("auto", "context of the windows over text; auto: up to 1024")
+    seed: int = setting(0, "decides which rows are taken, and the resamples of the intervals", ge=0)
+    output: Path = setting(Path("comparison"), "the directory to write, with report.html")
 
 
 class ServeConfig(Settings):

@@ -121,8 +121,8 @@ def behaviour_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any
 
 
 CHOICES = (
-    "By log-likelihood: the choice whose answer is likeliest as a whole (sum), or in the mean by token, by character, by "
-    "byte of it."
+    "By log-likelihood: the choice whose answer is likeliest as a whole (sum), or in the mean by its tokens, its "
+    "characters, its bytes."
 )
 
 

@@ -1,0 +1,63 @@
+"""Which rows a model learned, from the manifests of its run and of the runs before it.
+
+In: a model. Out: its trainings on chats: the files, and which of their rows were held out. A model that onecard did not
+train has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from onecard import artifact
+from onecard.data.split import question_is_held_out
+from onecard.evaluate.questions import Question
+
+_MOST_GENERATIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A run that learned from chats: the hashes of its files, and what decided which rows it held out."""
+
+    run: Path
+    files: frozenset[str]
+    seed: int
+    held_out: float
+
+
+def trainings(model: Path) -> list[Training]:
+    """The trainings of a model, the last first: that of its run, and those of the models it began with."""
+    found: list[Training] = []
+    place: Path | None = model
+    for _ in range(_MOST_GENERATIONS):
+        run = next((p for p in (place, place.parent) if _is_run(p)), None) if place is not None else None
+        if run is None:
+            break
+        manifest = artifact.read_manifest(run)
+        asked = manifest.settings.get("asked", {})
+        if "held_out" in asked and "seed" in asked:
+            files = frozenset(parent["content_hash"] for parent in manifest.parents)
+            found.append(Training(run, files, int(asked["seed"]), float(asked["held_out"])))
+        place = next((Path(parent["path"]) for parent in manifest.parents if Path(parent["path"]).is_dir()), None)
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return (path / artifact.MANIFEST).is_file() and artifact.read_manifest(path).kind == "run"
+
+
+def learned_by(found: Sequence[Training]) -> Callable[[Question], bool]:
+    """Whether one of the trainings learned from the row of a question: from its file, of which it was not held out."""
+    hashed = functools.cache(lambda file: artifact.hash_file(Path(file)) if Path(file).is_file() else "")
+
+    def learned(question: Question) -> bool:
+        return any(
+            hashed(question.file) in training.files
+            and not question_is_held_out(training.seed, training.held_out, question.messages)
+            for training in found
+        )
+
+    return learned
