@@ -142,9 +142,12 @@ def _text(config: CompareConfig) -> list[Document]:
     if not config.text:
         return []
     pieces = (piece for source in config.text for piece in _pieces(source))
-    chosen, _ = spread(pieces, max(1, round(config.text_characters / PIECE_CHARACTERS)))
+    chosen, _ = spread(pieces, max(1, config.text_characters // 50))  # pieces that are short on average are many
+    characters = sum(len(text) for text, _ in chosen)
     if not chosen:
         raise DataError("There is no text to measure.", "Give a corpus directory with held-out text, or files of text.")
+    if characters > config.text_characters:
+        chosen, _ = spread(chosen, max(1, round(len(chosen) * config.text_characters / characters)))
     return [Document(str(number), text, str(number), language) for number, (text, language) in enumerate(chosen)]
 
 

@@ -61,7 +61,7 @@ def as_question(values: Mapping[str, Any], file: str = "", line: int = 0) -> Que
     choices = _choices(values)
     if choices:
         return _multiple_choice(values, choices, file, line)
-    checks = parsed(values.get("checks") or {})
+    checks = _table(values.get("checks") or {})
     if "checks" in values:
         fault = instructions.fault_of(checks)
         if fault:
@@ -131,6 +131,14 @@ def choose(
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 
+def _table(value: Any) -> Any:
+    """A table or a list that a column holds as JSON text; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        made = parsed(f"[{value}]")
+        return made[0] if isinstance(made, list) else value
+    return parsed(value)
+
+
 def _asked(values: Mapping[str, Any]) -> list[Message]:
     """The messages of a row without an answer."""
     for key in ("messages", "conversations", "prompt"):
@@ -154,9 +162,7 @@ def _question_text(values: Mapping[str, Any]) -> str:
 
 def _choices(values: Mapping[str, Any]) -> dict[str, str]:
     """The choices by their labels; none for a row that is not multiple choice."""
-    found = parsed(values.get("choices", values.get("options")))
-    if isinstance(found, str) and found.lstrip().startswith("{"):
-        found = parsed(f"[{found}]")[0]
+    found = _table(values.get("choices", values.get("options")))
     if isinstance(found, Mapping) and isinstance(found.get("text"), list):  # ARC
         labels = found.get("label") or list(_LETTERS)
         return {str(label): str(text) for label, text in zip(labels, found["text"])}
