@@ -307,6 +307,14 @@ class FurtherConfig(TrainingConfig):
     )
     rank_stabilised: bool = setting(False, "scale adapters by alpha over the root of the rank (rsLoRA)")
     decomposed: bool = setting(False, "learn the length of each row of the adapted weights too (DoRA)")
+    lora_start: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora"] = setting(
+        "default",
+        "where adapters begin: default, gaussian, orthogonal: at nothing; pissa (pissa_niter_16: found faster), olora: "
+        "at the strongest directions of the weights",
+    )
+    lora_plus_ratio: Annotated[float, Field(ge=1)] = setting(
+        1.0, "learning rate of the adapters' output matrices over that of their input matrices (LoRA+); such as 16"
+    )
     quantization: Literal["none", "nf4"] = setting(
         "none", "how frozen weights lie beside adapters: as they are, or in 4 bits (QLoRA; needs bitsandbytes)"
     )
@@ -326,6 +334,9 @@ class FinetuneConfig(FurtherConfig):
         0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
     )
     corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
+    neftune_alpha: float = setting(
+        0.0, "noise on the embeddings while training (NEFTune), such as 5: less learned by heart; 0: none", ge=0
+    )
 
 
 class AlignConfig(FurtherConfig):

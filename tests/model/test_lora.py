@@ -174,3 +174,72 @@ def test_without_the_library_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtra, match="pip install peft"):
         lora.add(model, 2, 4.0)
+
+
+# --- starts -------------------------------------------------------------------------------------------------------
+
+
+def test_pissa_begins_at_the_largest_singular_directions(tiny_model_directory: Path) -> None:
+    model: Any = load_model(tiny_model_directory)
+    whole = model.get_parameter("model.layers.1.mlp.up_proj.weight").detach().clone()
+    before = model(IDS).logits
+    lora.add(model, 4, 8.0, start="pissa")
+    torch.testing.assert_close(model(IDS).logits, before, atol=2e-5, rtol=0)
+    layer = model.model.layers[1].mlp.up_proj
+    product = 2.0 * layer.lora_B.default.weight @ layer.lora_A.default.weight
+    left, values, right = torch.linalg.svd(whole.double(), full_matrices=False)
+    best = (left[:, :4] * values[:4]) @ right[:4]
+    torch.testing.assert_close(product.double(), best, atol=1e-5, rtol=0)
+    # What is left has the other singular values, and four that are zero.
+    rest = torch.linalg.svdvals(layer.base_layer.weight.double())
+    torch.testing.assert_close(rest[:60], values[4:], atol=1e-5, rtol=0)
+    assert rest[60:].max() < 1e-5
+
+
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "orthogonal"])
+def test_any_start_is_saved_for_the_weights_as_they_were(
+    tmp_path: Path, tiny_model_directory: Path, start: str, rank_stabilised: bool
+) -> None:
+    from peft import PeftModel
+
+    model: Any = load_model(tiny_model_directory)
+    untouched = model(IDS).logits
+    lora.add(model, 4, 8.0, start=start, rank_stabilised=rank_stabilised, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if lora.is_adapter(name):  # as training would move both
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    wanted = model(IDS).logits
+    assert (wanted - untouched).abs().max() > 1e-3
+    lora.save(model, tmp_path / "adapter", tiny_model_directory)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    rank = 4 if start == "orthogonal" else 8
+    assert written["r"] == rank
+    scale = written["lora_alpha"] / (rank**0.5 if rank_stabilised else rank)
+    assert scale == pytest.approx(8 / 2 if rank_stabilised else 8 / 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(load_model(tiny_model_directory), str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(loaded(IDS).logits, wanted, atol=5e-5, rtol=0)
+    lora.merge(model)
+    torch.testing.assert_close(model(IDS).logits, wanted, atol=5e-5, rtol=0)
+
+
+def test_a_start_is_the_same_again_and_is_refused_where_it_cannot_be(tiny_model_directory: Path) -> None:
+    made = []
+    for _ in range(2):
+        model: Any = load_model(tiny_model_directory)
+        lora.add(model, 4, 8.0, start="pissa_niter_16", seed=5)
+        made.append({name: p.detach() for name, p in model.named_parameters()})
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items()), "a resumed run begins alike"
+    for settings, reason in (
+        ({"rank": 3, "start": "orthogonal"}, "even rank, and lora_rank = 3"),
+        ({"rank": 4, "start": "pissa", "decomposed": True}, "decomposed = true"),
+        ({"rank": 65, "start": "olora"}, "rank of at most"),
+    ):
+        model = load_model(tiny_model_directory)
+        with pytest.raises(ConfigError, match=reason) as fault:
+            lora.add(model, settings.pop("rank"), 8.0, **settings)
+        assert fault.value.remedy == "Set lora_start = default."
+        assert all(p.requires_grad for p in model.parameters()), "a refusal leaves the model as it was"

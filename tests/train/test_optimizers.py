@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,37 @@ def test_state_is_kept_by_name() -> None:
     again = build(model, "muon")
     again.load_state_tensors(state)
     assert all(torch.equal(value, again.state_tensors()[name]) for name, value in state.items())
+
+
+def test_the_output_matrices_of_adapters_go_faster(tiny_model_directory: Path) -> None:
+    from onecard.model import lora
+    from onecard.model.load import load_model
+
+    for optimizer in ("adamw", "muon"):
+        model: Any = load_model(tiny_model_directory)
+        lora.add(model, 2, 4.0)
+        made = optimizers.build(
+            model,
+            optimizer,
+            learning_rate=1e-3,
+            muon_learning_rate=1e-2,
+            weight_decay=0.0,
+            lora_plus_ratio=16,
+        )
+        rate, name = (1e-3, "learning_rate") if optimizer == "adamw" else (1e-2, "muon_learning_rate")
+        assert made.peaks()[name] == pytest.approx(rate)
+        for factor, change in ((0.5, None), (1.0, 2 * rate)):
+            if change is not None:
+                made.change(name, change)
+            made.set_factor(factor)
+            seen = {
+                id(parameter): group["lr"]
+                for part in made.parts
+                for group in part.param_groups
+                for parameter in group["params"]
+            }
+            wanted = factor * (change or rate)
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    assert seen[id(parameter)] == pytest.approx(wanted * (16 if ".lora_B." in key else 1)), key
+        assert made.peaks()[name] == pytest.approx(2 * rate)

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from onecard.data.messages import MessageFault, call_of, text_of
 from onecard.data.records import Rejection, Row, read_rows, refuse
@@ -19,6 +19,7 @@ from onecard.errors import DataError
 from onecard.settings import Source
 
 Message = dict[str, Any]
+Made = TypeVar("Made")
 
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
@@ -82,28 +83,48 @@ def read_chats(sources: Sequence[Source], *, strict: bool, reject: Callable[[Rej
 
     DataError at the end if not one row of all could be used.
     """
-    reasons: Counter[str] = Counter()
-    kept = 0
 
-    def count(rejection: Rejection) -> None:
-        reasons[rejection.reason] += 1
-        reject(rejection)
+    def chat(row: Row, source: Source) -> Chat:
+        return Chat(as_messages(row.values), row.file, row.line, source.label)
 
-    for source in sources:
-        for row in read_rows(source, strict=strict, reject=count):
-            try:
-                messages = as_messages(row.values)
-            except ChatRowError as fault:
-                refuse_chat_row(row, fault, strict=strict, reject=count)
-                continue
-            kept += 1
-            yield Chat(messages, row.file, row.line, source.label)
-    if not kept:
-        found = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common()) or "no rows"
-        raise DataError(
-            f"No chat is left: {found}.",
-            "Give rows with messages, conversations, instruction/output, prompt/completion or question/answer.",
-        )
+    usable = UsableRows(chat, strict=strict, reject=reject)
+    yield from usable.read(sources)
+    usable.check(
+        "chat", "Give rows with messages, conversations, instruction/output, prompt/completion or question/answer."
+    )
+
+
+class UsableRows(Generic[Made]):
+    """Rows of any sources as what `make` makes of them; those of which it raises ChatRowError are set aside."""
+
+    def __init__(
+        self, make: Callable[[Row, Source], Made], *, strict: bool, reject: Callable[[Rejection], None]
+    ) -> None:
+        self._make, self._strict, self._reject = make, strict, reject
+        self._reasons: Counter[str] = Counter()
+        self._kept = 0
+
+    def read(self, sources: Sequence[Source]) -> Iterator[Made]:
+        """Stream them in order; with strict DataError at the first bad row."""
+        for source in sources:
+            for row in read_rows(source, strict=self._strict, reject=self._count):
+                try:
+                    made = self._make(row, source)
+                except ChatRowError as fault:
+                    refuse_chat_row(row, fault, strict=self._strict, reject=self._count)
+                    continue
+                self._kept += 1
+                yield made
+
+    def _count(self, rejection: Rejection) -> None:
+        self._reasons[rejection.reason] += 1
+        self._reject(rejection)
+
+    def check(self, kind: str, remedy: str) -> None:
+        """DataError, with the reasons, if not one row could be used."""
+        if not self._kept:
+            found = ", ".join(f"{reason} {number:,}" for reason, number in self._reasons.most_common()) or "no rows"
+            raise DataError(f"No {kind} is left: {found}.", remedy)
 
 
 def refuse_chat_row(row: Row, fault: ChatRowError, *, strict: bool, reject: Callable[[Rejection], None]) -> None:

@@ -6,14 +6,12 @@ that compare nothing are refused with a reason. Knows nothing of templates and t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onecard.data.chats import ChatRowError, Message, as_messages, parsed, refuse_chat_row
-from onecard.data.records import Rejection, read_rows
-from onecard.errors import DataError
+from onecard.data.chats import ChatRowError, Message, UsableRows, as_messages, parsed
+from onecard.data.records import Rejection, Row
 from onecard.settings import Source
 
 _JUDGED = ("label", "kto_tag")
@@ -75,28 +73,16 @@ def read_comparisons(
 
     DataError at the end if not one row of all could be used.
     """
-    reasons: Counter[str] = Counter()
-    kept = 0
 
-    def count(rejection: Rejection) -> None:
-        reasons[rejection.reason] += 1
-        reject(rejection)
+    def comparison(row: Row, source: Source) -> Comparison:
+        return as_comparison(row.values, row.file, row.line, source.label)
 
-    for source in sources:
-        for row in read_rows(source, strict=strict, reject=count):
-            try:
-                made = as_comparison(row.values, row.file, row.line, source.label)
-            except ChatRowError as fault:
-                refuse_chat_row(row, fault, strict=strict, reject=count)
-                continue
-            kept += 1
-            yield made
-    if not kept:
-        found = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common()) or "no rows"
-        raise DataError(
-            f"No preference is left: {found}.",
-            "Give rows with prompt, chosen and rejected; or with prompt, completion and label (true or false).",
-        )
+    usable = UsableRows(comparison, strict=strict, reject=reject)
+    yield from usable.read(sources)
+    usable.check(
+        "preference",
+        "Give rows with prompt, chosen and rejected; or with prompt, completion and label (true or false).",
+    )
 
 
 def _answered(values: Mapping[str, Any], answer: Any) -> list[Message]:

@@ -55,6 +55,13 @@ def tokenizer_hash(path: Path) -> str:
     return artifact.hash_json([[file.name, artifact.hash_file(file)] for file in files if file.is_file()])
 
 
+def weights_hash(directory: Path) -> str:
+    """Hash of the weights in a model directory alone: the same wherever it lies and whatever stands beside them."""
+    return artifact.hash_json(
+        [[file.name, artifact.hash_file(file)] for file in sorted(directory.glob("*.safetensors"))]
+    )
+
+
 def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a tokenizer, model or run directory, or of a GGUF file."""
     directory = tokenizer_file(path).parent
@@ -129,6 +136,16 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerFast, model: PreTrainedMo
             f"The tokenizer in {path} has ids up to {largest}, the model has {rows} rows: they do not belong together.",
             "Use the tokenizer that the model was trained with.",
         )
+
+
+def check_finite(model: torch.nn.Module, path: Path) -> None:
+    """ArtifactError if a weight is not a number, or infinite: everything that the model computes would be."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+            raise ArtifactError(
+                f"The model in {path} is broken: {name} holds numbers that are none (NaN or infinite).",
+                "Take an earlier checkpoint, or copy the model again from where it came.",
+            )
 
 
 def vocabulary_rows(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -11,7 +11,7 @@ import copy
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,13 @@ from onecard.model import attention
 from onecard.settings import nearest
 
 _ADAPTER = "default"
+# Where adapters begin: default (A random, B zero), gaussian (the same, A normally distributed), orthogonal (both
+# random, their product zero); the others with a part of the weights themselves: their largest singular directions
+# (PiSSA, Meng et al. 2024; niter: found by 16 rounds of iteration) or the first of a QR decomposition (OLoRA).
+CHANGES_WEIGHTS = ("pissa", "pissa_niter_16", "olora")
+STARTS = ("default", "gaussian", "orthogonal", *CHANGES_WEIGHTS)
+# What adapters began with, where that was taken out of the weights: an attribute of the model.
+_BEGUN = "adapters_begun"
 
 
 def add(
@@ -35,6 +42,7 @@ def add(
     *,
     rank_stabilised: bool = False,
     decomposed: bool = False,
+    start: str = "default",
 ) -> list[str]:
     """Freeze `model` and put adapters beside its linear layers; returns the full names of those, in order.
 
@@ -43,12 +51,15 @@ def add(
     every linear layer inside the repeated layers. ConfigError names one that the model lacks. `besides` are modules at
     the top of the model that are learned whole. `rank_stabilised` divides alpha by the root of the rank instead
     (Kalajdzievski 2023); `decomposed` learns the length of each row of the adapted weight as well (DoRA, Liu et al.
-    2024). Layers in 4 bits stay so.
+    2024). Layers in 4 bits stay so. `start` is one of STARTS; with those of CHANGES_WEIGHTS the frozen weights lose
+    what the adapters begin with, so that the model still computes the same up to rounding.
     """
     import torch
 
     names = linear_layers(model)
     chosen = _chosen(names, target_modules or [])
+    transposed = any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen)
+    _check_start(start, rank, decomposed=decomposed, transposed=transposed, model=model, names=chosen)
     ends = target_modules or {_end(name) for name in chosen}
     scale: Any = int(alpha) if alpha == int(alpha) else alpha  # other readers of the file expect an integer
     with quiet(), torch.random.fork_rng(devices=[]):
@@ -64,7 +75,8 @@ def add(
             use_rslora=rank_stabilised,
             use_dora=decomposed,
             task_type="SEQ_CLS" if besides else "CAUSAL_LM",
-            fan_in_fan_out=any(type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen),
+            fan_in_fan_out=transposed,
+            init_lora_weights=True if start == "default" else start,  # type: ignore[arg-type]
         )
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
@@ -75,7 +87,33 @@ def add(
         if is_adapter(name):
             # Whatever the weights are in: small steps would be lost in 16 bits.
             parameter.data = parameter.data.float()
+    if start in CHANGES_WEIGHTS:
+        begun = {name: p.detach().clone() for name, p in model.named_parameters() if is_adapter(name)}
+        setattr(model, _BEGUN, begun)
     return chosen
+
+
+def _check_start(
+    start: str, rank: int, *, decomposed: bool, transposed: bool, model: Any, names: Sequence[str]
+) -> None:
+    """ConfigError where a start cannot be had."""
+    refused = None
+    if start == "orthogonal" and rank % 2:
+        refused = f"needs an even rank, and lora_rank = {rank}"
+    elif start == "olora" and transposed:
+        refused = "is not for layers with transposed weights, as GPT-2 has them"
+    elif start in CHANGES_WEIGHTS and decomposed:
+        refused = "takes a part out of the frozen weights, of which decomposed = true learns the lengths"
+    elif start not in ("default", "gaussian") and any(
+        not model.get_submodule(name).weight.is_floating_point() for name in names
+    ):
+        refused = "begins with the weights themselves, which quantization = nf4 has rounded"
+    elif start in CHANGES_WEIGHTS:
+        small = [name for name in names if rank > min(model.get_submodule(name).weight.shape)]
+        if small:
+            refused = f"needs a rank of at most {min(model.get_submodule(small[0]).weight.shape)} ({small[0]})"
+    if refused is not None:
+        raise ConfigError(f"lora_start = {start} {refused}.", "Set lora_start = default.")
 
 
 def linear_layers(model: Any) -> list[str]:
@@ -100,11 +138,17 @@ def coverage(names: list[str]) -> str:
     return ", ".join(f"{end} {count}" for end, count in Counter(map(_end, names)).items())
 
 
-def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -> None:
-    """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads over the model in `base`."""
+def save(
+    model: Any, directory: Path, base: Path, besides: Sequence[str] = (), facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write the adapters as a directory that `peft.PeftModel.from_pretrained` loads over the model in `base`.
+
+    Where they began with a part of the weights, that part is written as a second half of negative sign, so that the
+    file fits the weights as they are in `base`. `facts` go into the manifest.
+    """
     from safetensors.torch import save_file
 
-    settings = model.peft_config[_ADAPTER]
+    settings = copy.copy(model.peft_config[_ADAPTER])
     settings.base_model_name_or_path = str(base.resolve())
     settings.inference_mode = True
     settings.target_modules = sorted(settings.target_modules)
@@ -112,6 +156,8 @@ def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -
         from peft import get_peft_model_state_dict
 
         found = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    if hasattr(model, _BEGUN):
+        found = _for_the_whole_weights(found, getattr(model, _BEGUN), settings)
     # The names are those inside a PeftModel, which wraps the model twice.
     for name in besides:
         found |= {f"{name}.{key}": value for key, value in model.get_submodule(name).state_dict().items()}
@@ -124,7 +170,22 @@ def save(model: Any, directory: Path, base: Path, besides: Sequence[str] = ()) -
         # Written for the owner alone; the other files are for whom umask says.
         weights.chmod((temporary / "adapter_config.json").stat().st_mode)
         written = {"rank": settings.r, "alpha": settings.lora_alpha, "target_modules": settings.target_modules}
-        artifact.write_manifest(temporary, "adapter", settings=written)
+        artifact.write_manifest(temporary, "adapter", settings=written, result=dict(facts or {}))
+
+
+def _for_the_whole_weights(found: dict[str, Any], begun: dict[str, Any], settings: Any) -> dict[str, Any]:
+    """W - B0 A0 + B A = W + [B, -B0] [A; A0]: adapters of twice the rank at the same scale, and their settings."""
+    import torch
+
+    made = {}
+    for name, tensor in found.items():
+        stem, _, end = name.rpartition(".")
+        first = begun[f"{stem}.{_ADAPTER}.{end}"].to(tensor.device)
+        made[name] = torch.cat([tensor, first], dim=0) if ".lora_A." in name else torch.cat([tensor, -first], dim=1)
+    settings.r *= 2
+    settings.lora_alpha *= 2**0.5 if settings.use_rslora else 2
+    settings.init_lora_weights = True
+    return made
 
 
 def merge(model: Any) -> None:
@@ -137,6 +198,8 @@ def merge(model: Any) -> None:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.get_base_layer())
     del model.peft_config
+    if hasattr(model, _BEGUN):
+        delattr(model, _BEGUN)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
 

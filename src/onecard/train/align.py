@@ -22,23 +22,21 @@ from onecard.data.packing import PairRows, gather
 from onecard.data.preferences import Comparison, read_comparisons
 from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
-from onecard.data.sources import source_files
 from onecard.data.split import question_is_held_out
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import tokenizer_file, vocabulary_rows
 from onecard.tokenizer.template import encode_chat
-from onecard.train.base import Base
+from onecard.train.base import SPLITS, Base, kept_rows, open_run, say_rows
 from onecard.train.compilation import begin_pass
 from onecard.train.directory import RunDirectory
-from onecard.train.precision import Precision, choose
+from onecard.train.precision import Precision
 from onecard.train.preference import GOOD, NEEDS_REFERENCE, REFERENCE, USUAL_BETA, Preference, PreferenceSettings
-from onecard.train.session import check, fingerprint, free_settings_removed, train
+from onecard.train.session import train
 from onecard.train.task import Defaults, Task
 
 # Tokens of a row where nothing is said: two answers of the length that most chats have.
 USUAL_LENGTH = 2048
-_SPLITS = ("train", "held_out")
 
 
 def align(config: AlignConfig) -> dict[str, Any]:
@@ -48,27 +46,12 @@ def align(config: AlignConfig) -> dict[str, Any]:
 
 def prepare(config: AlignConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
-    check(config)
     _say_unused(config)
-    base = Base.open(config)
-    positions = base.positions or USUAL_LENGTH
-    # A row holds two documents, each of which begins at position 0.
-    length = min(USUAL_LENGTH, 2 * positions) if config.max_length == "auto" else config.max_length
-    config = config.model_copy(update={"max_length": length})
-    files = [path for source in config.sources for path in source_files(source)]
-    run = RunDirectory.open(
-        config.output,
-        fingerprint=fingerprint(
-            config, [artifact.hash_tree(base.source), *(artifact.hash_file(path) for path in files)]
-        ),
-        settings=free_settings_removed(config),
-        overwrite=config.overwrite,
-    )
-    config = run.in_force(config)
-    found, stores = _stores(config, run, base, positions)
+    opened = open_run(config, USUAL_LENGTH, documents=2)
+    config, base, run, precision = opened.config, opened.base, opened.run, opened.precision
+    found, stores = _stores(config, run, base, base.positions or USUAL_LENGTH)
     rows = PairRows(stores["train"], config.row_tokens)
     held_out = PairRows(stores["held_out"], config.row_tokens) if stores["held_out"].count else None
-    precision = choose(config.precision if run.plan is None else run.plan["precision"])
     settings = PreferenceSettings(
         config.method,
         USUAL_BETA[config.method] if config.beta == "auto" else config.beta,
@@ -103,7 +86,7 @@ def prepare(config: AlignConfig) -> Task:
         objective=lambda padded: Preference(settings, padded=padded),
         takes_rows_apart=True,
         defaults=_defaults(config, base.width),
-        parents=[base.source, *files],
+        parents=opened.parents,
         sample_prompts=_prompts(stores["train"], base.tokenizer),
         facts={"rows": found, "method": config.method, "beta": settings.beta},
         complete=base.completion(config, run),
@@ -224,16 +207,14 @@ def _stores(
     config: AlignConfig, run: RunDirectory, base: Base, positions: int
 ) -> tuple[dict[str, Any], dict[str, TokenStore]]:
     """What became of the rows, and their stores: those of an earlier process if they are whole."""
-    found: dict[str, Any] = run.plan["rows"] if run.plan is not None else {}
-    if found:
-        try:
-            return found, {name: TokenStore(run.tokens / name) for name in _SPLITS}
-        except ArtifactError:
-            raise ArtifactError(
-                f"The rows of {run.path} are damaged, and with them what the model gave to their answers.",
-                "Begin anew with --overwrite.",
-            ) from None
-    return _write_stores(config, run, base, positions)
+    try:
+        kept = kept_rows(run)
+    except ArtifactError:
+        raise ArtifactError(
+            f"The rows of {run.path} are damaged, and with them what the model gave to their answers.",
+            "Begin anew with --overwrite.",
+        ) from None
+    return kept or _write_stores(config, run, base, positions)
 
 
 def _write_stores(
@@ -241,7 +222,7 @@ def _write_stores(
 ) -> tuple[dict[str, Any], dict[str, TokenStore]]:
     tally = _Tally()
     rejected = run.path / "rejected-00000.jsonl"
-    splits: dict[str, list[Any]] = {name: [] for name in _SPLITS}
+    splits: dict[str, list[Any]] = {name: [] for name in SPLITS}
     with artifact.disk_faults(rejected), RejectionWriter(rejected) as rejections:
 
         def reject(rejection: Rejection) -> None:
@@ -285,13 +266,7 @@ def _write_stores(
 
 
 def _said(tally: _Tally, held_out: int) -> dict[str, Any]:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in tally.dropped.most_common())
-    console.note(
-        f"  {tally.read:,} rows: {tally.kept:,} kept, {tally.read - tally.kept:,} dropped"
-        f"{f' ({dropped})' if dropped else ''}; {held_out:,} are held out; "
-        f"{tally.learned_tokens:,} of {tally.tokens:,} tokens are learned"
-    )
-    return {
+    found = {
         "read": tally.read,
         "kept": tally.kept,
         "held_out": held_out,
@@ -299,6 +274,8 @@ def _said(tally: _Tally, held_out: int) -> dict[str, Any]:
         "tokens": tally.tokens,
         "learned_tokens": tally.learned_tokens,
     }
+    say_rows(found)
+    return found
 
 
 def _encode(

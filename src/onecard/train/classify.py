@@ -18,21 +18,18 @@ from onecard.data.labelled import Labelled, read_labelled
 from onecard.data.packing import PackedRows
 from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
-from onecard.data.sources import source_files
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.classifier import encode_texts, head_names, load_classifier
 from onecard.model.load import tokenizer_file, vocabulary_rows
-from onecard.train.base import Base
+from onecard.train.base import SPLITS, Base, kept_rows, open_run, say_rows
 from onecard.train.class_report import examine
 from onecard.train.classification import Classify
 from onecard.train.directory import RunDirectory
-from onecard.train.precision import choose
-from onecard.train.session import check, fingerprint, free_settings_removed, train
+from onecard.train.session import train
 from onecard.train.task import Defaults, Task
 
 USUAL_LENGTH = 512
-_SPLITS = ("train", "held_out")
 
 
 def classify(config: ClassifyConfig) -> dict[str, Any]:
@@ -42,24 +39,12 @@ def classify(config: ClassifyConfig) -> dict[str, Any]:
 
 def prepare(config: ClassifyConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, classes, model, what auto becomes."""
-    check(config)
-    base = Base.open(config, chats=False)
-    config = config.model_copy(update={"max_length": base.row_tokens(config, USUAL_LENGTH)})
-    files = [path for source in config.sources for path in source_files(source)]
-    run = RunDirectory.open(
-        config.output,
-        fingerprint=fingerprint(
-            config, [artifact.hash_tree(base.source), *(artifact.hash_file(path) for path in files)]
-        ),
-        settings=free_settings_removed(config),
-        overwrite=config.overwrite,
-    )
-    config = run.in_force(config)
+    opened = open_run(config, USUAL_LENGTH, chats=False)
+    config, base, run, precision = opened.config, opened.base, opened.run, opened.precision
     found, stores = _stores(config, run, base)
     labels, weights = found["labels"], found["class_weights"]
     rows = PackedRows(stores["train"], config.row_tokens)
     held_out = PackedRows(stores["held_out"], config.row_tokens) if stores["held_out"].count else None
-    precision = choose(config.precision if run.plan is None else run.plan["precision"])
 
     def build() -> Any:
         model = load_classifier(base.directory, labels, several=config.several_labels)
@@ -83,7 +68,7 @@ def prepare(config: ClassifyConfig) -> Task:
         takes_rows_apart=True,
         writes=False,
         defaults=_defaults(config, base.width),
-        parents=[base.source, *files],
+        parents=opened.parents,
         sample_prompts=[],
         facts={"rows": found, "labels": labels},
         complete=base.completion(
@@ -114,18 +99,19 @@ class _Tally:
     kept: int
     truncated: int
     dropped: dict[str, int]
+    held_out: int
 
 
 def _stores(config: ClassifyConfig, run: RunDirectory, base: Base) -> tuple[dict[str, Any], dict[str, TokenStore]]:
     """What became of the rows, and the stores of train and held_out: those of an earlier process if they are whole."""
-    found: dict[str, Any] = run.plan["rows"] if run.plan is not None else {}
-    if found:
-        try:
-            return found, {name: TokenStore(run.tokens / name) for name in _SPLITS}
-        except ArtifactError:
-            console.note("  the token store is incomplete and is made again")
+    try:
+        kept = kept_rows(run)
+        if kept is not None:
+            return kept
+    except ArtifactError:
+        console.note("  the token store is incomplete and is made again")
     written, stores = _write_stores(config, run, base)
-    return found or written, stores
+    return (run.plan["rows"] if run.plan is not None else written), stores
 
 
 def _write_stores(
@@ -162,12 +148,12 @@ def _write_stores(
         documents, cut = encode_texts(base.tokenizer, [row.text for row in items], config.row_tokens)
         truncated += cut
         stores[name] = _write_store(run, base, name, items, documents, labels, several=config.several_labels)
-    tally = _Tally(read, len(kept), truncated, dict(dropped))
+    tally = _Tally(read, len(kept), truncated, dict(dropped), len(splits["held_out"]))
     counts = Counter(label for row in splits["train"] for label in row.labels)
-    _say(tally, counts, labels, len(splits["held_out"]))
+    say_rows(asdict(tally))
+    _say(counts, labels)
     return {
         **asdict(tally),
-        "held_out": len(splits["held_out"]),
         "labels": labels,
         "texts_of_label": {label: counts[label] for label in labels},
         "class_weights": _class_weights(config, counts, labels, len(splits["train"])),
@@ -202,7 +188,7 @@ def _in_order(labels: set[str]) -> list[str]:
 
 def _split(config: ClassifyConfig, rows: list[Labelled]) -> dict[str, list[Labelled]]:
     """By the text; rows of a class that would have none to learn from are learned from."""
-    splits: dict[str, list[Labelled]] = {name: [] for name in _SPLITS}
+    splits: dict[str, list[Labelled]] = {name: [] for name in SPLITS}
     for row in rows:
         share = int(artifact.hash_json([config.seed, row.text])[:8], 16) / 16**8
         splits["held_out" if share < config.held_out else "train"].append(row)
@@ -250,12 +236,7 @@ def _class_weights(config: ClassifyConfig, counts: Counter[str], labels: list[st
     return [texts / (len(labels) * counts[label]) for label in labels]
 
 
-def _say(tally: _Tally, counts: Counter[str], labels: list[str], held_out: int) -> None:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in tally.dropped.items())
-    console.note(
-        f"  {tally.read:,} rows: {tally.kept:,} kept ({held_out:,} of them held out), "
-        f"{tally.read - tally.kept:,} dropped{f' ({dropped})' if dropped else ''}, {tally.truncated:,} cut"
-    )
+def _say(counts: Counter[str], labels: list[str]) -> None:
     shown = ", ".join(f"{label} {counts[label]:,}" for label in labels[:20])
     console.note(f"  {len(labels)} classes: {shown}{' ...' if len(labels) > 20 else ''}")
     if min(counts[label] for label in labels) * 5 < max(counts.values()):

@@ -21,16 +21,13 @@ from onecard.data.sources import source_files
 from onecard.data.split import question_is_held_out
 from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
-from onecard.model.load import (
-    tokenizer_hash,
-    vocabulary_rows,
-)
+from onecard.model.load import tokenizer_hash, vocabulary_rows
 from onecard.tokenizer.template import encode_chat
 from onecard.train import text_mix
-from onecard.train.base import Base
+from onecard.train.base import SPLITS, kept_rows, open_run, say_rows
 from onecard.train.directory import RunDirectory
-from onecard.train.precision import choose
-from onecard.train.session import check, fingerprint, free_settings_removed, train
+from onecard.train.neftune import add_noise
+from onecard.train.session import train
 from onecard.train.task import Defaults, Task
 
 # Tokens of a row where nothing is said: few chats are longer, and packed rows waste nothing on short ones.
@@ -44,45 +41,38 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
-    check(config)
-    base = Base.open(config)
-    tokenizer = base.tokenizer
-    config = config.model_copy(update={"max_length": base.row_tokens(config, USUAL_LENGTH)})
-    files = [path for source in config.sources for path in source_files(source)]
-    inputs = [artifact.hash_tree(base.source), *(artifact.hash_file(path) for path in files)]
-    inputs += text_mix.inputs(config)
-    run = RunDirectory.open(
-        config.output,
-        fingerprint=fingerprint(config, inputs),
-        settings=free_settings_removed(config),
-        overwrite=config.overwrite,
-    )
-    config = run.in_force(config)
-    found, stores = _stores(config, run, tokenizer)
+    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config))
+    config, base, run, tokenizer = opened.config, opened.base, opened.run, opened.base.tokenizer
+    found, stores = stores_of(config, run, tokenizer)
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
-    precision = choose(config.precision if run.plan is None else run.plan["precision"])
+
+    def build() -> Any:
+        model = base.build(config, opened.precision)
+        if config.neftune_alpha:
+            add_noise(model, config.neftune_alpha)
+        return model
 
     return Task(
         verb="finetune",
         config=config,
         run=run,
-        precision=precision,
+        precision=opened.precision,
         tokenizer=tokenizer,
         architecture=base.architecture,
-        build_model=lambda: base.build(config, precision),
+        build_model=build,
         rows=rows,
         held_out=PackedRows(held_out_store, config.row_tokens) if held_out_store.count else None,
         weights=text_mix.weights(rows.store.sources, rows.per_source, config.text_share),
         packing=config.packing,
-        defaults=_defaults(base.width, adapters=config.lora_rank > 0),
-        parents=[base.source, *files],
-        sample_prompts=_prompts(run, tokenizer),
+        defaults=defaults_of(base.width, adapters=config.lora_rank > 0),
+        parents=opened.parents,
+        sample_prompts=prompts_of(run, tokenizer),
         facts={"rows": found},
         complete=base.completion(config, run),
     )
 
 
-def _defaults(width: int, *, adapters: bool) -> Defaults:
+def defaults_of(width: int, *, adapters: bool) -> Defaults:
     """Small models of one's own learn chats fast and high; large open ones are moved gently.
 
     Adapters want ten times the rate of all weights, whatever their rank when alpha grows with it (Schulman et al. 2025,
@@ -120,23 +110,27 @@ class _Tally:
     seen: set[str] = field(default_factory=set)
 
 
-def _stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> tuple[dict[str, Any], dict[str, TokenStore]]:
+def stores_of(
+    config: FinetuneConfig, run: RunDirectory, tokenizer: Any
+) -> tuple[dict[str, Any], dict[str, TokenStore]]:
     """What became of the rows, and the stores of train and held_out: those of an earlier process if they are whole."""
-    found: dict[str, Any] = run.plan["rows"] if run.plan is not None else {}
-    if found:
-        try:
-            return found, {name: TokenStore(run.tokens / name) for name in ("train", "held_out")}
-        except ArtifactError:
-            console.note("  the token store is incomplete and is made again")
-    places = {name: run.tokens / name for name in ("train", "held_out")}
+    try:
+        kept = kept_rows(run)
+        if kept is not None:
+            return kept
+    except ArtifactError:
+        console.note("  the token store is incomplete and is made again")
+    places = {name: run.tokens / name for name in SPLITS}
     rejected = {"rejected.jsonl": run.path / "rejected-00000.jsonl"}
     key = _key(config)
     written = token_cache.fetch(key, places, rejected)
     if written is None:
         written = _write_stores(config, run, tokenizer)
         token_cache.keep(key, places, written, rejected)
-    _say_what_became(written)
-    return found or written, {name: TokenStore(place) for name, place in places.items()}
+    say_rows(written)
+    return (run.plan["rows"] if run.plan is not None else written), {
+        name: TokenStore(place) for name, place in places.items()
+    }
 
 
 def _key(config: FinetuneConfig) -> str:
@@ -196,15 +190,6 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
     }
 
 
-def _say_what_became(rows: dict[str, Any]) -> None:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in Counter(rows["dropped"]).most_common())
-    console.note(
-        f"  {rows['read']:,} rows: {rows['kept']:,} kept ({rows['held_out']:,} of them held out), "
-        f"{rows['read'] - rows['kept']:,} dropped{f' ({dropped})' if dropped else ''}, {rows['truncated']:,} "
-        f"truncated; {rows['learned_tokens']:,} of {rows['tokens']:,} tokens are learned"
-    )
-
-
 def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, reject: Any) -> Encoded | None:
     """The ids of a chat and which are learned; None (counted) if it repeats another or keeps no learned token."""
     mark = artifact.hash_json(chat.messages)
@@ -226,7 +211,7 @@ def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, r
     return Encoded(chat.source, ids, learned)
 
 
-def _prompts(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
+def prompts_of(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
     """The questions of the first trained chat and the middle one: what the samples in the report answer."""
     store = TokenStore(run.tokens / "train")
     assert store.learned is not None

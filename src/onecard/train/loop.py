@@ -32,6 +32,7 @@ from onecard.train.background import Saver
 from onecard.train.compilation import begin_pass, uncompiled
 from onecard.train.control import PAUSE, Control
 from onecard.train.metrics import RunLog, peak_memory_bytes
+from onecard.train.neftune import is_noisy
 from onecard.train.objectives import Objective
 from onecard.train.optimizers import Optimizers
 from onecard.train.precision import Precision
@@ -75,8 +76,8 @@ class UpdateResult:
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether a forward pass in training mode is random: by modules, or by rates that the configuration gives."""
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+    """Whether a forward pass in training mode is random: by modules, by rates in the configuration, by added noise."""
+    if is_noisy(model) or any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     config = getattr(model, "config", None)
     rates = config.to_dict().items() if config is not None else ()

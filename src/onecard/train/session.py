@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from onecard import artifact, console
-from onecard.config import TrainingConfig
+from onecard.config import FurtherConfig, TrainingConfig
 from onecard.data.batches import RowOrder
 from onecard.data.packing import PaddedRows
 from onecard.errors import ConfigError, DoesNotFit, Interrupted, OnecardError
@@ -274,6 +274,7 @@ def _loop(task: Task, model: Any, plan: dict[str, Any]) -> Loop:
             states=config.optimizer_states,
             in_backward=config.optimizer_in_backward,
             gradients=config.gradients,
+            lora_plus_ratio=config.lora_plus_ratio if isinstance(config, FurtherConfig) else 1.0,
         ),
         saving=task.saving,
         schedule=Schedule(
