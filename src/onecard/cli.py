@@ -52,6 +52,9 @@ VERBS: dict[str, VerbEntry] = {
         "onecard.train.pretrain:pretrain", "PretrainConfig", "pretrain", "train a language model from nothing"
     ),
     "finetune": VerbEntry("onecard.train.finetune:finetune", "FinetuneConfig", "finetune", "teach a model to answer"),
+    "preview": VerbEntry(
+        "onecard.train.preview:preview", "FinetuneConfig", "finetune", "show which tokens a fine-tuning would learn"
+    ),
     "align": VerbEntry("onecard.train.align:align", "AlignConfig", "align", "teach a model which answers are better"),
     "classify": VerbEntry(
         "onecard.train.classify:classify", "ClassifyConfig", "classify", "teach a model to name the class of a text"

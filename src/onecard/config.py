@@ -334,6 +334,14 @@ class FinetuneConfig(FurtherConfig):
         0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
     )
     corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
+    learn: Literal["answers", "last_answer", "everything"] = setting(
+        "answers",
+        "answers: each but those marked train = false; last_answer: of each chat the last alone; everything: questions "
+        "too",
+    )
+    decontaminate: list[Source] = setting(
+        [], "evaluation files: rows that ask one of their questions are dropped (question_in_evaluation)"
+    )
     neftune_alpha: float = setting(
         0.0, "noise on the embeddings while training (NEFTune), such as 5: less learned by heart; 0: none", ge=0
     )

@@ -204,6 +204,24 @@ def _print_broken(console: RichConsole, text: Text, hanging: int) -> None:
         console.print(line)
 
 
+def learned(title: str, pieces: Sequence[tuple[str, bool]], *, as_result: bool = False) -> None:
+    """Show a text of which the pieces marked True are learned: in colour, or between ⟦ ⟧ where there is none."""
+    if _state.json if as_result else _state.quiet:
+        return
+    from rich.text import Text
+
+    stream = "stdout" if as_result else "stderr"
+    console = _rich(stream)
+    coloured = console.is_terminal and not console.no_color
+    shown = Text(f"{title}\n", style="bold" if coloured else "")
+    for text, marked in pieces:
+        if coloured:
+            shown.append(text, style="not bold green" if marked else "not bold dim")
+        else:
+            shown.append(f"⟦{text}⟧" if marked else text)
+    console.print(shown)
+
+
 def heading(text: str) -> None:
     """Begin a stage of a longer work (stderr)."""
     if not _state.quiet:

@@ -53,7 +53,7 @@ figure svg { width: 100%; height: auto; display: block; }
 @media (max-width: 40rem) { .sides { grid-template-columns: 1fr; } }
 .sides .sample { margin: 0; font-size: .93rem; } .sides small { margin-bottom: .2rem; }
 .sides .before { border-left-color: var(--bad); } .sides .after { border-left-color: var(--good); }
-.sides mark { background: var(--mark); color: inherit; border-radius: .2rem; }
+mark { background: var(--mark); color: inherit; border-radius: .2rem; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 """
@@ -115,10 +115,14 @@ class Page:
         """Two texts side by side, each cut into (piece, whether it is marked as different)."""
         columns = []
         for name, pieces in (("before", before), ("after", after)):
-            text = "".join(f"<mark>{html.escape(t)}</mark>" if marked else html.escape(t) for t, marked in pieces)
-            columns.append(f'<div class="sample {name}"><small>{name}</small>{text}</div>')
+            columns.append(f'<div class="sample {name}"><small>{name}</small>{_with_marks(pieces)}</div>')
         self._caption(caption)
         self._parts.append(f'<div class="sides">{"".join(columns)}</div>')
+
+    def marked(self, pieces: Sequence[tuple[str, bool]], caption: str = "") -> None:
+        """A text cut into (piece, whether it is marked)."""
+        small = f"<small>{html.escape(caption)}</small>" if caption else ""
+        self._parts.append(f'<div class="sample">{small}{_with_marks(pieces)}</div>')
 
     def details(self, summary: str, text: str) -> None:
         """Text that is folded away until asked for."""
@@ -165,6 +169,10 @@ class Page:
     def save(self, path: Path) -> None:
         """Write the page (atomically)."""
         artifact.write_text_atomically(path, self.html())
+
+
+def _with_marks(pieces: Sequence[tuple[str, bool]]) -> str:
+    return "".join(f"<mark>{html.escape(text)}</mark>" if marked else html.escape(text) for text, marked in pieces)
 
 
 def _text(value: Any) -> str:

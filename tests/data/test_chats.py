@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from onecard.data.chats import ChatRowError, as_messages, read_chats, recognised_shape
+from onecard.data.chats import ChatRowError, as_messages, read_chats, recognised_shape, tools_of
 from onecard.data.records import Rejection
 from onecard.errors import DataError
 from onecard.settings import Source
@@ -158,3 +158,68 @@ def test_reading_counts_every_row(tmp_path: Path) -> None:
     path.write_text("\n".join(lines[:5]), encoding="utf-8")
     with pytest.raises(DataError, match="No chat is left"):
         list(read_chats([Source(path=str(path))], strict=False, reject=rejected.append))
+
+
+def test_calls_under_roles_of_their_own() -> None:
+    call = {"name": "weather", "arguments": {"city": "北京"}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "天气？"},
+            {"from": "function_call", "value": json.dumps(call, ensure_ascii=False)},
+            {"from": "observation", "value": "晴"},
+            {"from": "gpt", "value": "晴天。"},
+        ]
+    }
+    messages = as_messages(row)
+    assert [message["role"] for message in messages] == [U, A, "tool", A]
+    assert messages[1] == {"role": A, "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    several = [{"from": "human", "value": "q"}, {"from": "tool_call", "value": json.dumps([call, call])}]
+    assert len(as_messages({"conversations": several})[1]["tool_calls"]) == 2
+    several[1]["value"] = "{broken"
+    with pytest.raises(ChatRowError, match="bad_tool_call: turn 2 is not JSON"):
+        as_messages({"conversations": several})
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"name": "weather", "description": "d"}],
+        [{"type": "function", "function": {"name": "weather", "description": "d"}}],
+        '[{"name": "weather", "description": "d"}]',
+    ],
+)
+def test_tools_have_one_form(tools: Any) -> None:
+    expected = [{"type": "function", "function": {"name": "weather", "description": "d"}}]
+    assert tools_of({"tools": tools}) == tools_of({"functions": tools}) == expected
+    assert tools_of({"tools": []}) is tools_of({"tools": ""}) is tools_of({}) is None
+
+
+@pytest.mark.parametrize("tools", ["{broken", {"name": "x"}, ["x"], [{"description": "no name"}], "5"])
+def test_tools_that_are_none(tools: Any) -> None:
+    with pytest.raises(ChatRowError) as caught:
+        tools_of({"tools": tools})
+    assert caught.value.reason == "bad_tools"
+
+
+@pytest.mark.parametrize(
+    ("mark", "kept"),
+    [({"train": False}, {"train": False}), ({"weight": 0}, {"train": False}), ({"loss": False}, {"train": False}),
+     ({"train": True}, {}), ({"weight": 1}, {}), ({"train": None}, {}), ({}, {})],
+)  # fmt: skip
+def test_an_answer_may_say_that_it_is_not_learned(mark: dict[str, Any], kept: dict[str, Any]) -> None:
+    messages = as_messages({"messages": [{"role": U, "content": "q"}, {"role": A, "content": "a", **mark}]})
+    assert messages[1] == {"role": A, "content": "a", **kept}
+
+
+def test_only_answers_are_learned_one_by_one() -> None:
+    answer = {"role": A, "content": "a"}
+    with pytest.raises(ChatRowError, match="learn = everything"):
+        as_messages({"messages": [{"role": U, "content": "q", "train": True}, answer]})
+    with pytest.raises(ChatRowError, match="neither true nor false"):
+        as_messages({"messages": [{"role": U, "content": "q"}, {**answer, "train": "often"}]})
+    assert as_messages({"messages": [{"role": U, "content": "q", "train": False}, answer]})[0] == said((U, "q"))[0]
+
+
+def test_reasoning_stays_beside_the_content() -> None:
+    answer = {"role": A, "content": "4", "reasoning_content": "2 + 2"}
+    assert as_messages({"messages": [{"role": U, "content": "q"}, answer]})[1] == answer

@@ -519,3 +519,74 @@ def test_tokens_added_later_are_seen(tiny_tokenizer_directory: Path) -> None:
     fresh.add_tokens(["<extra>"])
     assert len(before) > 2
     assert encode_prompt(fresh, "<extra>") == [BOS, len(fresh) - 1]
+
+
+# --- what is learned ----------------------------------------------------------------------------------------------
+
+# A template that shows the reasoning of the last answer alone, as those of reasoning models do.
+THINKING = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|head|>' + message.role + '<|/head|>' }}
+    {%- if message.role == 'assistant' and not loop.last and '</think>' in message.content %}
+        {{- message.content.split('</think>')[-1] }}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|head|>assistant<|/head|>' }}{%- endif %}
+"""
+
+
+def test_an_answer_marked_so_is_not_learned(tokenizer: Any) -> None:
+    marked = [*CHAT[:2], {**CHAT[2], "train": False}, *CHAT[3:]]
+    whole, part = encode_chat(tokenizer, CHAT), encode_chat(tokenizer, marked)
+    assert part.ids == whole.ids
+    assert own(tokenizer, part) == ["合久必分。<|im_end|>"]
+    # By hand: the tokens of the two answers with their ends, of which the first falls away.
+    first = len(tokenizer.encode("分久必合。\n\nIndeed.", add_special_tokens=False)) + 1
+    assert sum(whole.assistant_mask) - sum(part.assistant_mask) == first
+    every = encode_chat(tokenizer, [*CHAT[:2], {**CHAT[2], "train": True}, *CHAT[3:]])
+    assert every == whole
+    none = encode_chat(tokenizer, [*marked[:4], {**CHAT[4], "train": False}])
+    assert not any(none.assistant_mask)
+    assert none.ids == whole.ids
+
+
+def test_neighbouring_answers_are_marked_apart(tokenizer: Any) -> None:
+    chat = [CHAT[1], {**CHAT[2], "train": False}, CHAT[4]]
+    assert own(tokenizer, encode_chat(tokenizer, chat)) == ["合久必分。<|im_end|>"]
+    chat = [CHAT[1], CHAT[2], {**CHAT[4], "train": False}]
+    assert own(tokenizer, encode_chat(tokenizer, chat)) == ["分久必合。\n\nIndeed.<|im_end|>"]
+
+
+def test_the_last_answer_alone_or_everything(tokenizer: Any) -> None:
+    whole = encode_chat(tokenizer, CHAT)
+    last = encode_chat(tokenizer, CHAT, learn="last_answer")
+    assert last.ids == whole.ids
+    assert own(tokenizer, last) == ["合久必分。<|im_end|>"]
+    everything = encode_chat(tokenizer, CHAT, learn="everything")
+    assert everything.ids == whole.ids
+    assert all(everything.assistant_mask)
+
+
+def test_reasoning_that_the_template_drops_later_is_learned_with_the_last_answer() -> None:
+    tokenizer = another(THINKING, ["<|head|>", "<|/head|>", "<|eot|>"])
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>x</think>b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "<think>y</think>d"},
+    ]
+    with pytest.raises(ConfigError, match="at message 1"):
+        encode_chat(tokenizer, chat)
+    last = encode_chat(tokenizer, chat, learn="last_answer")
+    assert own(tokenizer, last) == ["<think>y</think>d<|eot|>"]
+    # The prompt is that of the server: what was thought before is not shown again.
+    prompt = encode_chat(tokenizer, chat[:3], add_generation_prompt=True).ids
+    assert last.ids[: len(prompt)] == prompt
+    assert "x" not in tokenizer.decode(prompt)
+    # An answer that is not learned need not keep to its prefix either.
+    assert encode_chat(tokenizer, [chat[0], {**chat[1], "train": False}, *chat[2:]]) == last
+    assert all(encode_chat(tokenizer, chat, learn="everything").assistant_mask)

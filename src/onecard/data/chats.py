@@ -24,8 +24,14 @@ Made = TypeVar("Made")
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "bing": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
+# Roles whose content is a call as JSON.
+_CALLING = ("function_call", "tool_call")
+# What a message may have beside its content, and templates may show.
+_KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")
+# Whether a message is learned, by the names that others give it; false or 0 is no.
+_TRAINED = ("train", "training", "weight", "loss")
 # Question and answer under other names, in the order in which they are looked for.
 _PAIRS = (
     ("prompt", "completion"),
@@ -56,6 +62,7 @@ class Chat:
     file: str
     line: int
     source: str
+    tools: list[dict[str, Any]] | None = None
 
 
 def recognised_shape(values: Mapping[str, Any]) -> str:
@@ -67,7 +74,8 @@ def as_messages(values: Mapping[str, Any]) -> list[Message]:
     """The conversation of a row: optional system message, then user and assistant in turn, the last an answer.
 
     Each message is {"role", "content"}; those of tools keep `tool_calls`, `tool_call_id` and `name` too, with
-    arguments as objects. ChatRowError gives the reason for a row that cannot be used.
+    arguments as objects; `reasoning_content` and `thinking` stay beside the content, for templates that show them; an
+    answer that shall not be learned keeps `train: False`. ChatRowError gives the reason for a row that cannot be used.
     """
     shape, read = _recognise(values)
     messages = read(values)
@@ -85,7 +93,7 @@ def read_chats(sources: Sequence[Source], *, strict: bool, reject: Callable[[Rej
     """
 
     def chat(row: Row, source: Source) -> Chat:
-        return Chat(as_messages(row.values), row.file, row.line, source.label)
+        return Chat(as_messages(row.values), row.file, row.line, source.label, tools_of(row.values))
 
     usable = UsableRows(chat, strict=strict, reject=reject)
     yield from usable.read(sources)
@@ -222,11 +230,54 @@ def _message(turn: Any, number: int) -> Message:
         raise ChatRowError("unknown_role", f"turn {number} is by {name!r}")
     calls = turn.get("tool_calls") or None
     content = turn.get("value") if "value" in turn else turn.get("content")
+    if str(name).lower() in _CALLING:
+        calls, content = _calls_in(content, number), None
     message: Message = {"role": role, "content": "" if content is None and calls else _text(content, number)}
     if calls:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
-    message.update({key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)})
+    message.update({key: turn[key] for key in _KEPT if turn.get(key)})
+    marks = [turn[key] for key in _TRAINED if turn.get(key) is not None]
+    if any(mark not in (True, False, 0, 1) for mark in marks):
+        raise ChatRowError("bad_train", f"turn {number}: train is neither true nor false")
+    if role == "assistant" and not all(marks):
+        message["train"] = False
+    elif role == "user" and any(marks):
+        raise ChatRowError("bad_train", f"turn {number}: only answers are learned one by one (else learn = everything)")
     return message
+
+
+def _calls_in(content: Any, number: int) -> list[Any]:
+    """The calls that the content of a turn is: one as JSON, or a list of them."""
+    try:
+        found = json.loads(content) if isinstance(content, str) else content
+    except ValueError as fault:
+        raise ChatRowError("bad_tool_call", f"turn {number} is not JSON ({fault})") from None
+    return found if isinstance(found, list) else [found]
+
+
+def tools_of(values: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that a row describes, in the form that templates read: a list of functions, each in its envelope.
+
+    They stand in `tools` or `functions`, as a list or as JSON text; None without. ChatRowError for what is no list of
+    objects with names.
+    """
+    found = next((values[key] for key in ("tools", "functions") if values.get(key)), None)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except ValueError as fault:
+            raise ChatRowError("bad_tools", f"tools are not JSON ({fault})") from None
+    if not found:
+        return None
+    if not isinstance(found, list | tuple):
+        raise ChatRowError("bad_tools", "tools are not a list")
+    made = []
+    for number, tool in enumerate(found, 1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ChatRowError("bad_tools", f"tool {number} has no name")
+        made.append({"type": "function", "function": function})
+    return made
 
 
 _CALL_FAULTS = {

@@ -158,7 +158,7 @@ def answer_costs(
     from onecard.tokenizer.template import encode_chat
 
     room = context_tokens(model.config)
-    encoded = [encode_chat(tokenizer, chat.chat) for chat in chats]
+    encoded = [encode_chat(tokenizer, chat.chat, tools=chat.tools) for chat in chats]
     fitting = [index for index, one in enumerate(encoded) if len(one.ids) <= room]
     passages = [Passage(encoded[index].ids, encoded[index].assistant_mask) for index in fitting]
     found: list[AnswerCost | None] = [None] * len(chats)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onecard import console
-from onecard.data.chats import ChatRowError, Message, as_messages, parsed, refuse_chat_row
-from onecard.data.records import Rejection, read_rows
-from onecard.errors import DataError
+from onecard.data.chats import ChatRowError, Message, UsableRows, as_messages, parsed, tools_of
+from onecard.data.records import Rejection
 from onecard.evaluate import instructions
 from onecard.settings import Source
 
@@ -39,6 +38,7 @@ class Question:
     choices: tuple[str, ...] = ()
     right: int = 0
     checks: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def text(self) -> str:
@@ -71,34 +71,17 @@ def as_question(values: Mapping[str, Any], file: str = "", line: int = 0) -> Que
     except ChatRowError as fault:
         if not checks or fault.reason not in ("missing_fields", "user_last"):
             raise
-        return Question(_asked(values), file, line, checks=checks)
-    return Question(messages[:-1], file, line, answer=messages[-1], checks=checks)
+        return Question(_asked(values), file, line, checks=checks, tools=tools_of(values))
+    return Question(messages[:-1], file, line, answer=messages[-1], checks=checks, tools=tools_of(values))
 
 
 def read_questions(sources: Sequence[Source], *, reject: Callable[[Rejection], None]) -> Iterator[Question]:
     """Stream the questions of all sources in order; DataError at the end if not one row of all could be used."""
-    reasons: Counter[str] = Counter()
-    kept = 0
-
-    def count(rejection: Rejection) -> None:
-        reasons[rejection.reason] += 1
-        reject(rejection)
-
-    for source in sources:
-        for row in read_rows(source, strict=False, reject=count):
-            try:
-                made = as_question(row.values, row.file, row.line)
-            except ChatRowError as fault:
-                refuse_chat_row(row, fault, strict=False, reject=count)
-                continue
-            kept += 1
-            yield made
-    if not kept:
-        found = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common()) or "no rows"
-        raise DataError(
-            f"No question is left: {found}.",
-            "Give chat rows; rows with question, choices and answer; or rows with a prompt and checks.",
-        )
+    usable = UsableRows(lambda row, _: as_question(row.values, row.file, row.line), strict=False, reject=reject)
+    yield from usable.read(sources)
+    usable.check(
+        "question", "Give chat rows; rows with question, choices and answer; or rows with a prompt and checks."
+    )
 
 
 def choose(

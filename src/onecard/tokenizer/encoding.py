@@ -100,19 +100,20 @@ class Encoder:
         map_strings(values, look)
         return Spelled(self.pattern, found, taken)
 
-    def encode(self, text: str, spelled: Spelled, answers: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Ids of a rendered chat, and whether each belongs to an answer; `answers` are (start, end) in the text.
+    def encode(self, text: str, spelled: Spelled, answers: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        """Ids of a rendered chat, and which answer each belongs to (-1: none); `answers` are (start, end) in the text.
 
         The text is cut at the genuine control tokens; a run between two of them is encoded anew if it holds a spelled
         control token or the start of an answer.
         """
         encoding = self.full.encode(text, add_special_tokens=False)
         ids: list[int] = []
-        mask: list[bool] = []
+        owners: list[int] = []
 
         def put(some: list[int], start: int) -> None:
             ids.extend(some)
-            mask.extend([any(first <= start < last for first, last in answers)] * len(some))
+            owner = next((number for number, (first, last) in enumerate(answers) if first <= start < last), -1)
+            owners.extend([owner] * len(some))
 
         token = position = 0
         for mark, start, end in [*self._marks(text, encoding), (len(encoding.ids), len(text), len(text))]:
@@ -124,7 +125,7 @@ class Encoder:
                 )
             put(encoding.ids[mark : mark + 1], start)
             token, position = mark + 1, end
-        return ids, mask
+        return ids, owners
 
     def _marks(self, text: str, encoding: Encoding) -> list[tuple[int, int, int]]:
         """(index, start, end) of each genuine control token; an unknown token stands for other text than its own."""

@@ -38,12 +38,16 @@ def normalise(messages: Messages, tools: Tools | None) -> tuple[list[dict[str, A
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"Message {number} has no role.", "Give each message a role and a content.")
-        plain = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+        plain = {key: value for key, value in message.items() if value is not None and key not in _NOT_RENDERED}
         plain["content"] = _content(message.get("content"), number)
         if message.get("tool_calls"):
             plain["tool_calls"] = [_call(call, number) for call in message["tool_calls"]]
         made.append(plain)
     return map_strings(made, well_formed), map_strings(list(tools or []), well_formed)
+
+
+# Calls are brought into one form; whether a message is learned is no matter of templates.
+_NOT_RENDERED = ("tool_calls", "train")
 
 
 def _content(content: Any, number: int) -> str:

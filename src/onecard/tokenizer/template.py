@@ -23,7 +23,7 @@ import os.path
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from onecard.errors import ConfigError, DataError
 from onecard.tokenizer.encoding import Encoder, encoder_of
@@ -32,6 +32,9 @@ from onecard.tokenizer.special import END_OF_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+Learn = Literal["answers", "last_answer", "everything"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,17 @@ def encode_chat(
     *,
     tools: Tools | None = None,
     add_generation_prompt: bool = False,
+    learn: Learn = "answers",
 ) -> EncodedChat:
     """The ids of a conversation, and which of them are the assistant's own.
 
+    The mask leaves out messages that say `train: False`; with `learn` it is that of the last answer alone, or of
+    everything. The ids are the same whatever is learned.
+
     With `add_generation_prompt` the ids end where the model has to go on; they are then a prefix of the ids of the
     conversation with the answer in it. The mask is found by rendering the conversation up to each answer, with and
-    without it; ConfigError names the message at which a template does not keep to its own prefix (only without
-    `add_generation_prompt`: an old answer need not be learned in order to go on). DataError if a message is malformed
+    without it; ConfigError names the message at which a template does not keep to its own prefix (only for answers that
+    are learned, and without `add_generation_prompt`: others need not be, to go on). DataError if a message is malformed
     or the template refuses it.
     """
     if not tokenizer.chat_template:
@@ -72,15 +79,20 @@ def encode_chat(
         return _render(tokenizer, hidden_messages[:count], hidden_tools, generation_prompt)
 
     text = render(len(messages), add_generation_prompt)
-    answers = []
-    for index, message in enumerate(hidden_messages):
-        if message["role"] == "assistant":
-            try:
-                answers.append(_find_answer(encoder, text, index, render))
-            except ConfigError:
-                if not add_generation_prompt:
-                    raise
-    return EncodedChat(*encoder.encode(text, spelled, answers))
+    places = [index for index, message in enumerate(hidden_messages) if message["role"] == "assistant"]
+    answers, learned = [], []
+    for index in places:
+        wanted = messages[index].get("train") is not False and (learn == "answers" or index == places[-1])
+        try:
+            answers.append(_find_answer(encoder, text, index, render))
+            learned.append(wanted)
+        except ConfigError:
+            if wanted and learn != "everything" and not add_generation_prompt:
+                raise
+    ids, owners = encoder.encode(text, spelled, answers)
+    if learn == "everything":
+        return EncodedChat(ids, [True] * len(ids))
+    return EncodedChat(ids, [owner >= 0 and learned[owner] for owner in owners])
 
 
 def encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

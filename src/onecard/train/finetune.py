@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from onecard import artifact, console
 from onecard.config import FinetuneConfig
 from onecard.data import token_cache
-from onecard.data.chats import Chat, read_chats
 from onecard.data.packing import PackedRows
-from onecard.data.records import Rejection
 from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
-from onecard.data.split import question_is_held_out
-from onecard.data.tokens import Encoded, TokenStore, write_store
+from onecard.data.tokens import TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import tokenizer_hash, vocabulary_rows
-from onecard.tokenizer.template import encode_chat
-from onecard.train import text_mix
+from onecard.train import chat_rows, text_mix
 from onecard.train.base import SPLITS, kept_rows, open_run, say_rows
 from onecard.train.directory import RunDirectory
 from onecard.train.neftune import add_noise
@@ -41,7 +37,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
-    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config))
+    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config) + _evaluation_inputs(config))
     config, base, run, tokenizer = opened.config, opened.base, opened.run, opened.base.tokenizer
     found, stores = stores_of(config, run, tokenizer)
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
@@ -97,19 +93,6 @@ def defaults_of(width: int, *, adapters: bool) -> Defaults:
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Tally:
-    """What became of the rows: read = kept + dropped; truncated are among the kept."""
-
-    read: int = 0
-    kept: int = 0
-    truncated: int = 0
-    learned_tokens: int = 0
-    tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    seen: set[str] = field(default_factory=set)
-
-
 def stores_of(
     config: FinetuneConfig, run: RunDirectory, tokenizer: Any
 ) -> tuple[dict[str, Any], dict[str, TokenStore]]:
@@ -121,22 +104,29 @@ def stores_of(
     except ArtifactError:
         console.note("  the token store is incomplete and is made again")
     places = {name: run.tokens / name for name in SPLITS}
-    rejected = {"rejected.jsonl": run.path / "rejected-00000.jsonl"}
+    besides = {"rejected.jsonl": run.path / "rejected-00000.jsonl", chat_rows.LOOK: run.path / chat_rows.LOOK}
     key = _key(config)
-    written = token_cache.fetch(key, places, rejected)
+    written = token_cache.fetch(key, places, besides)
     if written is None:
         written = _write_stores(config, run, tokenizer)
-        token_cache.keep(key, places, written, rejected)
+        token_cache.keep(key, places, written, besides)
     say_rows(written)
+    chat_rows.say(json.loads((run.path / chat_rows.LOOK).read_text(encoding="utf-8")))
     return (run.plan["rows"] if run.plan is not None else written), {
         name: TokenStore(place) for name, place in places.items()
     }
 
 
+def _evaluation_inputs(config: FinetuneConfig) -> list[str]:
+    """The hashes of the evaluation files that rows are compared with."""
+    return [artifact.hash_file(path) for source in config.decontaminate for path in source_files(source)]
+
+
 def _key(config: FinetuneConfig) -> str:
     """The hash of everything that decides the tokens of the rows: files, settings, tokenizer, template, libraries."""
     files = [artifact.hash_file(path) for source in config.sources for path in source_files(source)]
-    rows: list[Any] = [config.held_out, config.seed, config.row_tokens, config.strict]
+    rows: list[Any] = [config.held_out, config.seed, config.row_tokens, config.strict, config.learn]
+    rows += _evaluation_inputs(config)
     if config.text_share:
         rows += [config.text_share, config.num_epochs, *text_mix.inputs(config)]
     # With their paths, which rejected rows are named by.
@@ -146,28 +136,18 @@ def _key(config: FinetuneConfig) -> str:
 
 def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
     """Encode every chat, put each into train or held_out by its first question, and say what became of the rows."""
-    tally = _Tally()
     rejected = run.path / "rejected-00000.jsonl"
     with artifact.disk_faults(rejected), RejectionWriter(rejected) as rejections:
-
-        def reject(rejection: Rejection) -> None:
-            tally.read += 1
-            tally.dropped[rejection.reason] += 1
-            rejections.add(asdict(rejection))
-
-        splits: dict[str, list[Encoded]] = {"train": [], "held_out": []}
-        for chat in read_chats(config.sources, strict=config.strict, reject=reject):
-            encoded = _encode(config, tokenizer, chat, tally, reject)
-            if encoded is not None:
-                held_out = question_is_held_out(config.seed, config.held_out, chat.messages)
-                splits["held_out" if held_out else "train"].append(encoded)
+        read = chat_rows.read(config, tokenizer, lambda rejection: rejections.add(asdict(rejection)))
+    splits = read.splits
     if not splits["train"]:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in tally.dropped.most_common())
+        reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(read.facts["dropped"]).most_common())
         if splits["held_out"]:
             raise DataError(
                 f"All {len(splits['held_out'])} rows are held out, none is left to train on.", "Lower held_out."
             )
         raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; a larger max_length may help.")
+    artifact.write_json_atomically(run.path / chat_rows.LOOK, read.look)
     text = text_mix.documents(config, tokenizer, sum(len(item.ids) for item in splits["train"]))
     for name, documents in splits.items():
         documents += text if name == "train" else []
@@ -178,37 +158,7 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
             tokenizer_hash=tokenizer_hash(config.model),
             learned=True,
         )
-    return {
-        "read": tally.read,
-        "kept": tally.kept,
-        "held_out": len(splits["held_out"]),
-        "dropped": dict(tally.dropped),
-        "truncated": tally.truncated,
-        "tokens": tally.tokens,
-        "learned_tokens": tally.learned_tokens,
-        **({"text_tokens": sum(len(item.ids) for item in text)} if text else {}),
-    }
-
-
-def _encode(config: FinetuneConfig, tokenizer: Any, chat: Chat, tally: _Tally, reject: Any) -> Encoded | None:
-    """The ids of a chat and which are learned; None (counted) if it repeats another or keeps no learned token."""
-    mark = artifact.hash_json(chat.messages)
-    text = json.dumps(chat.messages, ensure_ascii=False)
-    if mark in tally.seen:
-        reject(Rejection("exact_duplicate", chat.file, chat.line, text))
-        return None
-    tally.seen.add(mark)
-    encoded = encode_chat(tokenizer, chat.messages)
-    ids, learned = encoded.ids[: config.row_tokens], encoded.assistant_mask[: config.row_tokens]
-    if not any(learned):
-        reject(Rejection("answer_beyond_max_length", chat.file, chat.line, text))
-        return None
-    tally.read += 1
-    tally.kept += 1
-    tally.truncated += len(ids) < len(encoded.ids)
-    tally.tokens += len(ids)
-    tally.learned_tokens += sum(learned)
-    return Encoded(chat.source, ids, learned)
+    return {**read.facts, **({"text_tokens": sum(len(item.ids) for item in text)} if text else {})}
 
 
 def prompts_of(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard.console import format_bytes, format_duration
 from onecard.report import Page
+from onecard.train import chat_rows
 from onecard.train.directory import changes, shown
 from onecard.train.foresight import predicted_text
 from onecard.train.metrics import RunLog, read_lines
@@ -78,6 +80,8 @@ def write(run: Path, verb: str, plan: dict[str, Any], result: dict[str, Any]) ->
     )
     page.figure(lambda axes: _draw_rates(axes, rows), "Learning rate over the run.", height=1.8)
     _write_sensors(page, run, rows, result)
+    if (run / chat_rows.LOOK).is_file():
+        chat_rows.on_page(page, json.loads((run / chat_rows.LOOK).read_text(encoding="utf-8")))
     samples = log.samples()
     if samples:
         page.heading("What it wrote, update by update")
