@@ -217,6 +217,36 @@ def test_a_base_without_a_chat_template_is_measured_but_not_asked(
     assert result["verdict"] == ["Against the base: en is unchanged; zh is unchanged."]
 
 
+def test_choices_and_checks_are_measured_with_the_questions(
+    tiny_model_directory: Path, uniform_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"question": "1 + 1?", "choices": ["2", "three and a half"], "answer": "A"},
+        {"question": "首都？", "choices": ["其他城市", "北"], "answer": 1},
+        {"question": "q", "answer": "a"},
+        {"prompt": "Say 好.", "checks": {"contains": "好", "max_words": 100}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = EvaluateConfig(
+        model=uniform_model,
+        corpus=None,
+        questions=[Source(path=str(tmp_path / "rows.jsonl"))],
+        max_new_tokens=1,
+        output=tmp_path / "out",
+    )
+    result = evaluate(config)
+    # All tokens cost the same: as a whole the shorter choice is likeliest, by byte the longer one.
+    assert result["choices"] == {"sum": 1.0, "token": 0.5, "character": 0.0, "byte": 0.0}
+    assert result["checks"] == 0.5
+    assert result["asked"] == 2
+    assert (result["exact_match"], result["f1"], result["bleu"], result["rouge_l"]) == (0.0, 0.0, 0.0, 0.0)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Multiple choice" in page
+    assert "by character" in page
+    assert "checks passed" in page
+    assert "Multiple choice" in capsys.readouterr().out
+
+
 # --- refusals -----------------------------------------------------------------------------------------------------
 
 

@@ -243,10 +243,10 @@ def _cost_rows(costs: Sequence[tuple[AnswerCost | None, AnswerCost | None]], sam
 
 
 def _add_text(add: Callable[..., None], base: Measured, model: Measured) -> None:
-    """Bits per byte of general text: of languages with enough pieces, and of all."""
+    """Bits per byte of general text: of languages with enough pieces, and of all where that is not one."""
     pieces = Counter(group.language for group in model.groups)
     languages = sorted(language for language, count in pieces.items() if count >= FEWEST_ROWS)
-    if len(pieces) > 1 or not languages:
+    if len(languages) != 1:
         languages.append("all")
     for language in languages:
         groups = sorted(group for group in model.groups if language in (group.language, "all"))

@@ -210,7 +210,7 @@ def _facts(measures: Measures) -> dict[str, Any]:
     for name in ("loss", "f1", "stopped", "choices_byte", "checks", "text_all", *measures):
         if name in measures and len(facts) < 4 and name_of(name) not in facts:
             found = measures[name]
-            facts[name_of(name)] = f"{_value(found, 'base')} → {_value(found, 'model')}"
+            facts[name_of(name)] = f"{_value(found, 'base')} → {_value(found, 'model')}".replace(" %", "\u00a0%")
     return facts
 
 
@@ -229,6 +229,7 @@ def _draw(axes: Axes, measures: Measures, scale: float, unit: str) -> None:
             va="center",
             fontsize=8,
             color="#667085",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
         )
     axes.axvline(0, color="#1d2330", linewidth=1)
     axes.set_yticks(range(len(measures)), [name_of(name) for name in measures])
