@@ -492,6 +492,11 @@ class EvaluateConfig(Verb):
         [], "chat rows: the model answers some, and its stopping is measured", metavar="SOURCE"
     )
     question_count: Positive = setting(20, "how many of the questions are asked")
+    harness: list[Path] = setting(
+        [], "task files (YAML) of lm-evaluation-harness on local data (needs onecard[harness])", metavar="FILE"
+    )
+    harness_limit: Positive | None = setting(None, "so many documents of each task; none: all")
+    harness_functions: bool = setting(False, "let task files run the Python functions that they name (!function)")
     compare_xz: bool = setting(
         True, "also measure what xz -9e reaches on the same held-out text after the training text"
     )

@@ -22,6 +22,7 @@ from onecard.data.sources import source_files
 from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate import findings
 from onecard.evaluate.compression import Compressed, compress_documents
+from onecard.evaluate.harness import check_tasks
 from onecard.evaluate.measuring import Measured, Work, measure, window
 from onecard.evaluate.perplexity import Score, by_language, by_source
 from onecard.evaluate.questions import Question, choose
@@ -58,15 +59,16 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     from onecard.model.load import model_directory
 
-    if config.corpus is None and not config.questions:
+    if config.corpus is None and not config.questions and not config.harness:
         raise ConfigError("There is nothing to measure.", "Give a --corpus, --questions, or both.")
+    check_tasks(config.harness, allow_functions=config.harness_functions)
     paths = {} if config.base is None else {"base": config.base}
     paths["model"] = config.model
     for path in paths.values():
         model_directory(path)
     held_out = None if config.corpus is None else _survey(config.corpus)
     if held_out is None and config.corpus is not None:
-        if not config.questions:
+        if not config.questions and not config.harness:
             raise ArtifactError(
                 f"The corpus {config.corpus} holds no held-out text to measure with.",
                 "Clean it again with a larger --held-out, such as 0.3, or split = paragraph for a few long files.",
@@ -78,6 +80,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     work = Work(
         window_tokens=window(config.window_tokens, list(paths.values())),
         max_new_tokens=config.max_new_tokens,
+        harness=[path.absolute() for path in config.harness],
+        harness_limit=config.harness_limit,
+        seed=config.seed,
         **(_questions(config) if config.questions else {}),
         **_text(config, held_out),
     )
@@ -149,6 +154,8 @@ def _result(measured: dict[str, Measured], xz: dict[str, Compressed], window_tok
     result: dict[str, Any] = {"bits_per_byte": bits, "xz": yardstick, **measured["model"].behaviour()}
     if "base" in measured:
         result["base"] = measured["base"].behaviour()
+    if any(one.harness for one in measured.values()):
+        result["harness"] = {name: one.harness for name, one in measured.items()}
     result["window_tokens"] = window_tokens
     result["verdict"] = findings.verdict(bits, yardstick)
     return result

@@ -135,6 +135,24 @@ def choice_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]
     ]
 
 
+def harness_table(report: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the tasks of lm-evaluation-harness; no rows where there were none."""
+    found = report["result"].get("harness", {})
+    rows = [
+        [task, metric, *(_with_error(one.get(task, {}).get(metric)) for one in found.values())]
+        for task, metrics in found.get("model", {}).items()
+        for metric in metrics
+    ]
+    return ["task", "metric", *found], rows
+
+
+def _with_error(found: Mapping[str, float | None] | None) -> str:
+    if found is None:
+        return ""
+    error = found["standard_error"]
+    return f"{found['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
@@ -159,6 +177,9 @@ def show(report: Mapping[str, Any]) -> None:
     columns, rows = choice_table(report)
     if rows:
         console.table("Multiple choice", columns, rows)
+    columns, rows = harness_table(report)
+    if rows:
+        console.table("lm-evaluation-harness (± standard error)", columns, rows)
     console.result(f"Report: {result['output']}/report.html")
 
 
@@ -185,6 +206,10 @@ def page(report: Mapping[str, Any]) -> Page:
     if rows:
         made.heading("Multiple choice")
         made.table(columns, rows, CHOICES)
+    columns, rows = harness_table(report)
+    if rows:
+        made.heading("lm-evaluation-harness")
+        made.table(columns, rows, "± one standard error, as the harness computes it.")
     if report["continuations"]:
         _continuation_section(made, report)
     made.heading("How this was measured")

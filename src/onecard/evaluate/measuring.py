@@ -40,7 +40,8 @@ class Work:
 
     `chats`: whose answers' cost is asked; `asked`: what it shall answer itself; `choices`: multiple choice; `documents`
     opens the text to score (`document_bytes` of it); `prompts`: beginnings of texts to continue. A model without a chat
-    template is read through the tokenizer of `template_from`, or (None) not asked anything.
+    template is read through the tokenizer of `template_from`, or (None) not asked anything. `harness`: task files, of
+    each `harness_limit` documents (None: all).
     """
 
     window_tokens: int
@@ -52,6 +53,9 @@ class Work:
     document_bytes: int = 0
     prompts: Sequence[str] = ()
     template_from: Path | None = None
+    harness: Sequence[Path] = ()
+    harness_limit: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Measured:
     choices: Sequence[Question] = ()
     chosen: list[Chosen] = field(default_factory=list)
     continuations: list[str] = field(default_factory=list)
+    harness: dict[str, Any] = field(default_factory=dict)
 
     def behaviour(self) -> dict[str, Any]:
         """How it answers: counts of questions asked and stopped at; shares 0 to 1; None where nothing was measured."""
@@ -129,6 +134,17 @@ def measure(name: str, path: Path, work: Work) -> Measured:
                 advance=lambda count_bytes: bar.advance(count_bytes / 1000),
             )
     measured.continuations = _continue(model, tokenizer, work.prompts)
+    if work.harness:
+        from onecard.evaluate.harness import run_tasks
+
+        measured.harness = run_tasks(
+            model,
+            tokenizer,
+            work.harness,
+            limit=work.harness_limit,
+            window_tokens=work.window_tokens,
+            seed=work.seed,
+        )
     budget_tokens = BATCH_WINDOWS * work.window_tokens
     if work.choices:
         with console.progress("choices", sum(len(question.choices) for question in work.choices)) as bar:

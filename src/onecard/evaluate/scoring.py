@@ -59,18 +59,30 @@ def costs(
 
     `advance` is called with the number of passages done. ArtifactError if the model's numbers are not finite.
     """
-    scorer = Scorer(model)
-    found = [0.0] * len(passages)
+    return [nats for nats, _ in _costs(Scorer(model), passages, budget_tokens, advance)]
+
+
+def costs_and_greedy(
+    model: PreTrainedModel, passages: Sequence[Passage], budget_tokens: int
+) -> list[tuple[float, bool]]:
+    """`costs`, and of each passage whether every marked token is the likeliest at its place."""
+    return _costs(Scorer(model, greedy=True), passages, budget_tokens, None)
+
+
+def _costs(
+    scorer: Scorer, passages: Sequence[Passage], budget_tokens: int, advance: Callable[[float], None] | None
+) -> list[tuple[float, bool]]:
+    found = [(0.0, False)] * len(passages)
     # Longest first: if memory does not suffice, that shows at once and not at the end.
     order = sorted(range(len(passages)), key=lambda index: len(passages[index].ids), reverse=True)
     done = 0
     for batch in batches([passages[index] for index in order], budget_tokens):
-        for index, nats in zip(order[done:], scorer.nats(batch)):
-            found[index] = nats
+        for index, nats, missed in zip(order[done:], scorer.nats(batch), scorer.missed):
+            found[index] = (nats, missed == 0)
         done += len(batch)
         if advance is not None:
             advance(len(batch))
-    check_finite(found)
+    check_finite([nats for nats, _ in found])
     return found
 
 
@@ -84,16 +96,23 @@ def check_finite(nats: Sequence[float]) -> None:
 
 
 class Scorer:
-    """Runs a model over batches of passages and sums the cost of each passage's marked tokens."""
+    """Runs a model over batches of passages and sums the cost of each passage's marked tokens.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `missed` counts, of each passage of the last batch, the marked tokens that are not the likeliest (with `greedy`; it
+    costs a look through all logits).
+    """
+
+    def __init__(self, model: PreTrainedModel, *, greedy: bool = False) -> None:
         self._model: Any = model  # its types are incomplete
         self._head_is_plain: bool | None = None
+        self._greedy = greedy
+        self.missed: list[int] = []
 
     def nats(self, batch: Sequence[Passage]) -> list[float]:
         """The cost of the marked tokens of each passage; the longest passage stands first."""
         import torch
 
+        self.missed = []
         with torch.inference_mode():
             if self._head_is_plain is None:
                 self._head_is_plain = self._compare_heads(batch[0].ids[:16])
@@ -129,7 +148,7 @@ class Scorer:
         spare = [length - len(passage.ids) for passage in batch]
         ids_BT = torch.tensor([[*passage.ids, *[0] * pad] for passage, pad in zip(batch, spare)])
         scored_BT = torch.tensor([[*passage.scored[1:], *[False] * pad] for passage, pad in zip(batch, spare)])
-        row_N = scored_BT.nonzero()[:, 0]
+        row_N = scored_BT.nonzero()[:, 0]  # on the host, as the sums
         targets_N = ids_BT[:, 1:][scored_BT].to(self._model.device)
         ids_BT, scored_BT = ids_BT.to(self._model.device), scored_BT.to(self._model.device)
         if self._head_is_plain:
@@ -138,10 +157,14 @@ class Scorer:
             states_NX = self._model(input_ids=ids_BT, use_cache=False).logits[:, :-1][scored_BT]
         block = max(1, LOGITS_PER_BLOCK // self._model.get_output_embeddings().weight.shape[0])
         costs_N: list[torch.Tensor] = []
+        missed_N: list[torch.Tensor] = []
         for states, targets in zip(torch.split(states_NX, block), torch.split(targets_N, block)):
             logits = self._head(states) if self._head_is_plain else states
             costs_N.append(cross_entropy(logits.float(), targets, reduction="none"))
+            missed_N.append(logits.argmax(-1) != targets if self._greedy else torch.zeros_like(targets))
         sums_B = torch.zeros(len(batch), dtype=torch.float64)
         sums_B.index_add_(0, row_N, torch.cat(costs_N).double().cpu())
+        missed_B = torch.zeros(len(batch), dtype=torch.long)
+        self.missed += missed_B.index_add_(0, row_N, torch.cat(missed_N).long().cpu()).tolist()
         sums: list[float] = sums_B.tolist()
         return sums
