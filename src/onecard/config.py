@@ -524,6 +524,9 @@ class CompareConfig(Verb):
         [], "a corpus directory or files of general text: bits per byte tell what was forgotten", metavar="TEXT"
     )
     rows: Positive = setting(200, "chats whose answers' loss is measured, and questions of multiple choice")
+    learn: Literal["answers", "last_answer"] = setting(
+        "answers", "the loss of all answers of a chat, or of its last: as the model was trained"
+    )
     question_count: Positive = setting(40, "questions that both models answer")
     text_characters: Positive = setting(100_000, "so much of the text is measured, evenly spread over it")
     max_new_tokens: Positive = setting(128, "longest answer")

@@ -18,6 +18,8 @@ from onecard.data.split import question_is_held_out
 from onecard.errors import ConfigError, DataError
 from onecard.evaluate import comparison
 from onecard.evaluate.compare import compare
+from onecard.evaluate.measuring import answer_costs
+from onecard.evaluate.questions import Question
 from onecard.model.load import load_model, load_tokenizer
 from onecard.tokenizer.template import encode_chat
 
@@ -221,6 +223,29 @@ def test_a_base_without_a_template_is_read_through_that_of_the_model(
     loss = compare(config)["measures"]["loss"]
     assert loss["base"] == loss["model"]
     assert "read through that of" in capsys.readouterr().err
+
+
+def test_the_loss_is_that_of_what_is_learned(tiny_model_directory: Path) -> None:
+    model, tokenizer = load_model(tiny_model_directory), load_tokenizer(tiny_model_directory)
+    turns = [
+        {"role": "user", "content": "一"},
+        {"role": "assistant", "content": "二三", "train": False},
+        {"role": "user", "content": "四"},
+        {"role": "assistant", "content": "五"},
+        {"role": "user", "content": "六"},
+    ]
+    chat_of_three = Question(turns, "", 0, answer={"role": "assistant", "content": "seven"})
+    [every] = answer_costs(model, tokenizer, [chat_of_three], 512)
+    [last] = answer_costs(model, tokenizer, [chat_of_three], 512, "last_answer")
+    assert every is not None
+    assert last is not None
+    assert (every.bytes, last.bytes) == (3 + 5, 5)
+    ends = 1  # of a turn
+    assert last.tokens == len(tokenizer.encode("seven", add_special_tokens=False)) + ends
+    assert every.tokens == last.tokens + len(tokenizer.encode("五", add_special_tokens=False)) + ends
+    assert every.nats > last.nats
+    nothing = Question(turns[:1], "", 0, answer=turns[1])
+    assert answer_costs(model, tokenizer, [nothing, chat_of_three], 512) == [None, every]
 
 
 def test_files_of_text_are_cut_into_pieces(tiny_model_directory: Path, tmp_path: Path) -> None:

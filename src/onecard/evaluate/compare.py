@@ -66,6 +66,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         documents=(lambda: text) if text else None,
         document_bytes=sum(len(piece.text.encode()) for piece in text),
         template_from=config.model,
+        learn=config.learn,
     )
     parents = [*paths.values(), *(path for source in config.sources for path in source_files(source))]
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=parents) as temporary:
@@ -229,7 +230,7 @@ def _measures(config: CompareConfig, work: Work, base: Measured, model: Measured
 
 def _say_left_out(count: int) -> None:
     if count > 0:
-        console.warn(f"{count:,} rows are longer than the context of one of the models and are left out of the loss.")
+        console.warn(f"{count:,} rows do not fit into the context of one of the models and are left out of the loss.")
 
 
 def _cost_rows(costs: Sequence[tuple[AnswerCost | None, AnswerCost | None]], same: bool) -> tuple[Rows, Rows]:

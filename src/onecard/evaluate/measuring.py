@@ -6,7 +6,7 @@ does not choose the work, and it compares nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from onecard.data.corpus import Document
+    from onecard.tokenizer.template import Learn
 
 LONGEST_AUTO_WINDOW_TOKENS = 1024
 BATCH_WINDOWS = 8
@@ -53,6 +54,7 @@ class Work:
     document_bytes: int = 0
     prompts: Sequence[str] = ()
     template_from: Path | None = None
+    learn: Learn = "answers"
     harness: Sequence[Path] = ()
     harness_limit: int | None = None
     seed: int = 0
@@ -154,7 +156,7 @@ def measure(name: str, path: Path, work: Work) -> Measured:
         console.warn(f"The {name} {path} has no chat template: it is not asked the questions.")
         return measured
     if work.chats:
-        measured.costs = answer_costs(model, tokenizer, work.chats, budget_tokens)
+        measured.costs = answer_costs(model, tokenizer, work.chats, budget_tokens, work.learn)
     if work.asked:
         with console.progress("questions", len(work.asked)) as bar:
             measured.asked = work.asked
@@ -165,25 +167,35 @@ def measure(name: str, path: Path, work: Work) -> Measured:
 
 
 def answer_costs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chats: Sequence[Question], budget_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    chats: Sequence[Question],
+    budget_tokens: int,
+    learn: Learn = "answers",
 ) -> list[AnswerCost | None]:
     """What all answers of each chat cost, by the very mask that fine-tuning learns from: ends of turns included.
 
-    None for a chat that is longer than the model's context.
+    None for a chat that is longer than the model's context, or of which nothing is learned.
     """
     from onecard.tokenizer.template import encode_chat
 
     room = context_tokens(model.config)
-    encoded = [encode_chat(tokenizer, chat.chat, tools=chat.tools) for chat in chats]
-    fitting = [index for index, one in enumerate(encoded) if len(one.ids) <= room]
+    encoded = [encode_chat(tokenizer, chat.chat, tools=chat.tools, learn=learn) for chat in chats]
+    fitting = [index for index, one in enumerate(encoded) if len(one.ids) <= room and any(one.assistant_mask)]
     passages = [Passage(encoded[index].ids, encoded[index].assistant_mask) for index in fitting]
     found: list[AnswerCost | None] = [None] * len(chats)
     with console.progress("rows", len(passages)) as bar:
         for index, nats in zip(fitting, costs(model, passages, budget_tokens, advance=bar.advance)):
-            texts = [str(turn.get("content") or "") for turn in chats[index].chat if turn["role"] == "assistant"]
-            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in _learned_texts(chats[index].chat, learn))
             found[index] = AnswerCost(nats, sum(encoded[index].assistant_mask), size)
     return found
+
+
+def _learned_texts(chat: Sequence[Mapping[str, Any]], learn: Learn) -> list[str]:
+    """The contents of the answers whose tokens the mask marks."""
+    answers = [turn for turn in chat if turn["role"] == "assistant"]
+    wanted = answers[-1:] if learn == "last_answer" else answers
+    return [str(turn.get("content") or "") for turn in wanted if turn.get("train") is not False]
 
 
 def _tokenizer(name: str, path: Path, work: Work) -> PreTrainedTokenizerFast:

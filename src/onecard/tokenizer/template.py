@@ -220,5 +220,5 @@ _OTHERWISE = "it is rendered otherwise when further messages follow"
 def _parted(index: int, reason: str) -> ConfigError:
     return ConfigError(
         f"The chat template does not keep to its own prefix at message {index}: {reason}.",
-        "Learn from conversations that end with one answer each, or use a template that only adds to what it wrote.",
+        "Set learn = last_answer, or use a template that only adds to what it wrote.",
     )
