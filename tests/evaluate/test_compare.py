@@ -21,6 +21,7 @@ from onecard.evaluate.compare import compare
 from onecard.evaluate.measuring import answer_costs
 from onecard.evaluate.questions import Question
 from onecard.model.load import load_model, load_tokenizer
+from onecard.settings import Source
 from onecard.tokenizer.template import encode_chat
 
 
@@ -223,6 +224,30 @@ def test_a_base_without_a_template_is_read_through_that_of_the_model(
     loss = compare(config)["measures"]["loss"]
     assert loss["base"] == loss["model"]
     assert "read through that of" in capsys.readouterr().err
+
+
+def test_rows_that_a_template_refuses_are_left_out_for_both(
+    tiny_model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(tiny_model_directory, strict)
+    template = (strict / "chat_template.jinja").read_text(encoding="utf-8")
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    (strict / "chat_template.jinja").write_text(refusal + template, encoding="utf-8")
+    rows = [{**chat(number), **({"system": "Be brief."} if number % 3 == 0 else {})} for number in range(15)]
+    config = CompareConfig(
+        base=strict,
+        model=tiny_model_directory,
+        sources=[{"path": write(tmp_path / "rows.jsonl", rows)}],
+        question_count=3,
+        max_new_tokens=1,
+        output=tmp_path / "out",
+    )
+    assert compare(config)["measures"]["loss"]["rows"] == 10
+    assert "no system here" in capsys.readouterr().err
+    only = [row for row in rows if "system" in row]
+    with pytest.raises(DataError, match="No row is left to compare on"):
+        compare(config.model_copy(update={"sources": [Source(path=write(tmp_path / "only.jsonl", only))]}))
 
 
 def test_the_loss_is_that_of_what_is_learned(tiny_model_directory: Path) -> None:

@@ -4,6 +4,7 @@ run learns exactly that."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_a_row_of_which_nothing_is_learned_is_dropped(tiny_model_directory: Path
     assert found.facts["read"] == 4
     assert found.facts["kept"] == found.facts["truncated"] == 1
     assert found.facts["tokens"] == 24
+
+
+def test_rows_that_the_template_refuses_are_counted(tiny_model_directory: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_directory, model)
+    template = (model / "chat_template.jinja").read_text(encoding="utf-8")
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refusal + template, encoding="utf-8")
+    rows = [{"question": "q", "answer": "a", "system": "s"}, {"question": "q", "answer": "a"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    found, rejected = read(settings(model, path), model)
+    assert [(item.line, item.reason) for item in rejected] == [(1, "refused_by_template")]
+    assert "no system here" in rejected[0].text
+    assert (found.facts["read"], found.facts["kept"]) == (2, 1)
+    with pytest.raises(DataError, match="line 1: .*refused_by_template"):
+        read(settings(model, path, strict=True), model)
+    with pytest.raises(DataError, match=r"No row is left to train on \(refused_by_template 1\)"):
+        prepare(settings(model, write(path, rows[:1]), output=str(tmp_path / "run")))
 
 
 def test_questions_of_an_evaluation_are_never_trained(tiny_model_directory: Path, tmp_path: Path) -> None:

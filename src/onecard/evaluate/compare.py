@@ -29,7 +29,7 @@ from onecard.evaluate.ancestry import learned_by, trainings
 from onecard.evaluate.bootstrap import FEWEST_ROWS, Difference, paired, ratio
 from onecard.evaluate.choices import WAYS
 from onecard.evaluate.instructions import kept
-from onecard.evaluate.measuring import AnswerCost, Measured, Work, measure, window
+from onecard.evaluate.measuring import AnswerCost, Measured, Work, measure, window, without_refused
 from onecard.evaluate.questions import Question, choose
 from onecard.evaluate.repetition import repeated_share, units
 from onecard.evaluate.similarity import bleu, bleu_counts, chrf, chrf_counts, exact_match, f1, rouge_2, rouge_l
@@ -56,7 +56,10 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     for path in paths.values():
         model_directory(path)
     rows, known = _rows(config) if config.sources else ({"chats": [], "asked": [], "choices": []}, False)
+    rows = without_refused(rows, paths.values())
     text = _text(config)
+    if not (text or any(rows.values())):
+        raise DataError("No row is left to compare on.", "Give rows that the chat templates of both models take.")
     work = Work(
         window_tokens=window(config.window_tokens, list(paths.values())),
         max_new_tokens=config.max_new_tokens,

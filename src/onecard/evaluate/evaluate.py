@@ -23,7 +23,7 @@ from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate import findings
 from onecard.evaluate.compression import Compressed, compress_documents
 from onecard.evaluate.harness import check_tasks
-from onecard.evaluate.measuring import Measured, Work, measure, window
+from onecard.evaluate.measuring import Measured, Work, measure, window, without_refused
 from onecard.evaluate.perplexity import Score, by_language, by_source
 from onecard.evaluate.questions import Question, choose
 from onecard.evaluate.repetition import beginning, units
@@ -140,7 +140,8 @@ def _questions(config: EvaluateConfig) -> dict[str, Any]:
         "asked": (count, lambda question: not question.choices),
         "choices": (count, lambda question: bool(question.choices)),
     }
-    return dict(choose(config.questions, config.seed, wanted))
+    paths = [path for path in (config.base, config.model) if path is not None]
+    return dict(without_refused(choose(config.questions, config.seed, wanted), paths))
 
 
 def _result(measured: dict[str, Measured], xz: dict[str, Compressed], window_tokens: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import console
-from onecard.errors import ConfigError
+from onecard.errors import ConfigError, DataError
 from onecard.evaluate.answers import Answer, answer_questions, context_tokens, decode, generate
 from onecard.evaluate.choices import WAYS, Chosen, choose_answers
 from onecard.evaluate.instructions import kept
@@ -112,6 +112,32 @@ class Measured:
             "checks": sum(results) / len(results) if results else None,
             "choices": {way: sum(one[way] for one in right) / len(right) for way in WAYS} if right else None,
         }
+
+
+def without_refused(rows: Mapping[str, list[Question]], paths: Iterable[Path]) -> dict[str, list[Question]]:
+    """Only the questions that the chat templates of all models take; says how many they refuse, such as for a role."""
+    from onecard.model.load import load_tokenizer
+    from onecard.tokenizer.template import encode_chat
+
+    kept = {name: list(some) for name, some in rows.items()}
+    for path in paths:
+        tokenizer = load_tokenizer(path)
+        if not tokenizer.chat_template:
+            continue
+        refused: list[str] = []
+
+        def taken(question: Question, tokenizer: Any = tokenizer, refused: list[str] = refused) -> bool:
+            try:
+                encode_chat(tokenizer, question.messages, tools=question.tools, add_generation_prompt=True)
+            except DataError as fault:
+                refused.append(fault.what)
+                return False
+            return True
+
+        kept = {name: [question for question in some if taken(question)] for name, some in kept.items()}
+        if refused:
+            console.warn(f"{len(refused):,} questions are left out, which the template of {path} refuses: {refused[0]}")
+    return kept
 
 
 def measure(name: str, path: Path, work: Work) -> Measured:

@@ -18,10 +18,11 @@ from onecard import artifact, console
 from onecard.config import FinetuneConfig
 from onecard.data import contamination
 from onecard.data.chats import Chat, read_chats
-from onecard.data.records import Rejection
+from onecard.data.records import Rejection, refuse
 from onecard.data.row_checks import RowChecks, sentences
 from onecard.data.split import question_is_held_out
 from onecard.data.tokens import Encoded
+from onecard.errors import DataError
 from onecard.report import Page
 from onecard.tokenizer.template import encode_chat
 
@@ -105,7 +106,12 @@ def _encode(
         drop(Rejection("exact_duplicate", chat.file, chat.line, _text(chat)))
         return None
     tally.seen.add(mark)
-    encoded = encode_chat(tokenizer, chat.messages, tools=chat.tools, learn=config.learn)
+    try:
+        encoded = encode_chat(tokenizer, chat.messages, tools=chat.tools, learn=config.learn)
+    except DataError as fault:  # such as a role that the template does not know
+        rejection = Rejection("refused_by_template", chat.file, chat.line, f"{fault.what} | {_text(chat)}")
+        refuse(rejection, strict=config.strict, reject=drop)
+        return None
     ids, learned = encoded.ids[: config.row_tokens], encoded.assistant_mask[: config.row_tokens]
     if not any(learned):
         reason = "answer_beyond_max_length" if any(encoded.assistant_mask) else "nothing_to_learn"

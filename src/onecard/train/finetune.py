@@ -146,7 +146,8 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
             raise DataError(
                 f"All {len(splits['held_out'])} rows are held out, none is left to train on.", "Lower held_out."
             )
-        raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; a larger max_length may help.")
+        longer = "a larger max_length may help" if "answer_beyond_max_length" in read.facts["dropped"] else "mend them"
+        raise DataError(f"No row is left to train on ({reasons}).", f"See {rejected}; {longer}.")
     artifact.write_json_atomically(run.path / chat_rows.LOOK, read.look)
     text = text_mix.documents(config, tokenizer, sum(len(item.ids) for item in splits["train"]))
     for name, documents in splits.items():
