@@ -1,10 +1,10 @@
 """`run` walks a recipe from raw text to a served model.
 
-A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [evaluate], [ask]. Stages
-that are not in it are left out. Each stage writes one directory below the recipe's output and takes what the stages
-before it wrote, unless the recipe names something else. A stage is skipped when its settings and the content of its
-inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/, where the newest of
-each stage are kept; a directory that onecard did not make is left where it is.
+A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [align], [evaluate],
+[compare], [ask]. Stages that are not in it are left out. Each stage writes one directory below the recipe's output and
+takes what the stages before it wrote, unless the recipe names something else. A stage is skipped when its settings and
+the content of its inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/,
+where the newest of each stage are kept; a directory that onecard did not make is left where it is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from onecard.config import (
     AlignConfig,
     AskConfig,
     CleanConfig,
+    CompareConfig,
     EvaluateConfig,
     FinetuneConfig,
     PretrainConfig,
@@ -80,6 +81,13 @@ STAGES = (
         "onecard.evaluate.evaluate:evaluate",
         EvaluateConfig,
         {"model": ("align", "finetune", "pretrain"), "base": ("pretrain",), "corpus": ("clean",)},
+    ),
+    Stage(
+        "compare",
+        "comparison",
+        "onecard.evaluate.compare:compare",
+        CompareConfig,
+        {"model": ("align", "finetune"), "base": ("pretrain",)},
     ),
 )
 ASK = "ask"
@@ -169,6 +177,8 @@ class _Walk:
             del values[name]
             if not self._left_out:
                 console.warn(f"{name} in [{stage.name}] is not honoured: a run decides it (see output at the top).")
+        if stage.name == "compare":
+            values = self._compared() | values
         where = f"[{stage.name}] of {self.path}"
         for setting, providers in stage.inputs.items():
             if setting not in values:
@@ -187,6 +197,17 @@ class _Walk:
                 values["base"] = None
         values["output"] = self.output / stage.directory
         return build(kind, values, where=where)
+
+    def _compared(self) -> dict[str, Any]:
+        """What [compare] takes where nothing is said: the rows that [finetune] held back, the model that it began with,
+        and the held-out text of [clean]."""
+        tuned = relative_to(self.base, FinetuneConfig, self.recipe.get("finetune", {}))
+        made = {"sources": tuned["sources"]} if "sources" in tuned else {}
+        if "model" in tuned:
+            made["base"] = tuned["model"]
+        if self._makes("clean"):
+            made["text"] = [str(self.output / "corpus")]
+        return made
 
     def _provided(self, stage: Stage, setting: str, providers: tuple[str, ...]) -> Path | None:
         directories = {made.name: self.output / made.directory for made in STAGES}
@@ -225,6 +246,11 @@ class _Walk:
 
     def stage(self, stage: Stage, config: Any, title: str) -> None:
         """Run a stage, or skip it when nothing that decides it has changed."""
+        if stage.name == "compare" and "finetune" in self._left_out and not self._makes("align"):
+            console.heading(title)
+            console.warn("There is no fine-tuned model: compare is left out.")
+            self._row(stage.name, "left out", 0, "")
+            return
         if self._left_out:
             config = self.configure(stage)
         directory = self.output / stage.directory

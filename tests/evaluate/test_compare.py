@@ -201,10 +201,15 @@ def test_rows_that_the_model_learned_are_left_out(
         assert [row["question"] for row in report["rows"]] == expected
         assert 0 < len(expected) < 60
         assert not result["learned_before"]
+        assert result["left_out"] == 60 - len(expected)
+        assert (
+            f"{60 - len(expected)} rows of the sources are left out" in (tmp_path / "out" / "report.html").read_text()
+        )
         assert f"{60 - len(expected)} rows are left out" in capsys.readouterr().err
     everything = trained(tmp_path / "everything", tiny_model_directory, rows, 0.0)
     result = compare(config.model_copy(update={"model": everything}))
     assert result["learned_before"]
+    assert result["left_out"] == 0
     assert "by heart" in result["verdict"][0]
 
 

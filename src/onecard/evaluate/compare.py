@@ -55,7 +55,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     paths = {"base": config.base, "model": config.model}
     for path in paths.values():
         model_directory(path)
-    rows, known = _rows(config) if config.sources else ({"chats": [], "asked": [], "choices": []}, False)
+    rows, known, left_out = _rows(config) if config.sources else ({}, False, 0)
     rows = without_refused(rows, paths.values())
     text = _text(config)
     if not (text or any(rows.values())):
@@ -63,9 +63,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     work = Work(
         window_tokens=window(config.window_tokens, list(paths.values())),
         max_new_tokens=config.max_new_tokens,
-        chats=rows["chats"],
-        asked=rows["asked"],
-        choices=rows["choices"],
+        **rows,
         documents=(lambda: text) if text else None,
         document_bytes=sum(len(piece.text.encode()) for piece in text),
         template_from=config.model,
@@ -79,6 +77,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
             "measures": measures,
             "verdict": comparison.verdict(measures, learned_before=known),
             "learned_before": known,
+            "left_out": left_out,
             "output": str(config.output),
         }
         report = {
@@ -102,9 +101,9 @@ def compare(config: CompareConfig) -> dict[str, Any]:
 # --- what is compared on ------------------------------------------------------------------------------------------
 
 
-def _rows(config: CompareConfig) -> tuple[dict[str, list[Question]], bool]:
-    """Chats to score, questions to ask (some of those chats, and rows with checks), multiple choice; and whether the
-    models know them: only where nothing else is there."""
+def _rows(config: CompareConfig) -> tuple[dict[str, Any], bool, int]:
+    """Chats to score, questions to ask (some of those chats, and rows with checks), multiple choice; whether the models
+    know them (only where nothing else is there); and how many rows are left out because they do."""
     found = [training for path in (config.base, config.model) for training in trainings(path)]
     learned = learned_by(found)
     left_out: set[tuple[str, int]] = set()
@@ -133,12 +132,12 @@ def _rows(config: CompareConfig) -> tuple[dict[str, list[Question]], bool]:
         if left_out:
             runs = ", ".join(str(training.run) for training in found)
             console.note(f"  {len(left_out):,} rows are left out: {runs} learned from them")
-        return rows, False
+        return rows, False, len(left_out)
     console.warn(
         "The models learned from all of these rows: what is measured shows what they know by heart. Rows held back "
         "(held_out of finetune) or other rows would tell more."
     )
-    return choose_of(lambda _: True), True
+    return choose_of(lambda _: True), True, 0
 
 
 def _text(config: CompareConfig) -> list[Document]:

@@ -166,6 +166,8 @@ def page(report: Mapping[str, Any]) -> Page:
     made.facts(_facts(measures))
     for sentence in result["verdict"]:
         made.paragraph(sentence[:1].upper() + sentence[1:])
+    if result["left_out"]:
+        made.paragraph(f"{result['left_out']:,} rows of the sources are left out: the models learned from them.")
     made.heading("Differences and how sure they are")
     shares = {name: found for name, found in measures.items() if found["unit"] == "share"}
     costs = {name: found for name, found in measures.items() if found["unit"] != "share"}
