@@ -63,7 +63,9 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     work = Work(
         window_tokens=window(config.window_tokens, list(paths.values())),
         max_new_tokens=config.max_new_tokens,
-        **rows,
+        chats=rows.get("chats", []),
+        asked=rows.get("asked", []),
+        choices=rows.get("choices", []),
         documents=(lambda: text) if text else None,
         document_bytes=sum(len(piece.text.encode()) for piece in text),
         template_from=config.model,
@@ -101,7 +103,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
 # --- what is compared on ------------------------------------------------------------------------------------------
 
 
-def _rows(config: CompareConfig) -> tuple[dict[str, Any], bool, int]:
+def _rows(config: CompareConfig) -> tuple[dict[str, list[Question]], bool, int]:
     """Chats to score, questions to ask (some of those chats, and rows with checks), multiple choice; whether the models
     know them (only where nothing else is there); and how many rows are left out because they do."""
     found = [training for path in (config.base, config.model) for training in trainings(path)]
