@@ -528,7 +528,9 @@ class CompareConfig(Verb):
         "answers", "the loss of all answers of a chat, or of its last: as the model was trained"
     )
     question_count: Positive = setting(40, "questions that both models answer")
-    text_characters: Positive = setting(100_000, "so much of the text is measured, evenly spread over it")
+    text_characters: Positive = setting(
+        100_000, "so much of the text is measured, evenly spread, of each language as much"
+    )
     max_new_tokens: Positive = setting(128, "longest answer")
     window_tokens: Positive | Auto = setting("auto", "context of the windows over text; auto: up to 1024")
     seed: int = setting(0, "decides which rows are taken, and the resamples of the intervals", ge=0)

@@ -290,6 +290,25 @@ def test_files_of_text_are_cut_into_pieces(tiny_model_directory: Path, tmp_path:
     assert report["result"]["measures"]["text_all"]["rows"] == 4
 
 
+def test_languages_share_the_text_equally(tiny_model_directory: Path, tmp_path: Path) -> None:
+    english = [Document(f"e{n}", "It was the first of the days. " * 40, "s", "en", "held_out") for n in range(90)]
+    chinese = [Document(f"z{n}", "天下大势，分久必合。" * 12, "s", "zh", "held_out") for n in range(100)]
+    other = [Document("o", "Das ist nur ein Satz. ", "s", "de", "held_out")]
+    write_corpus(tmp_path / "corpus", [*english, *chinese, *other, Document("t", "never", "s", "en", "train")])
+    config = CompareConfig(
+        base=tiny_model_directory,
+        model=tiny_model_directory,
+        text=[{"path": str(tmp_path / "corpus")}],
+        text_characters=24_000,
+        output=tmp_path / "out",
+    )
+    measures = compare(config)["measures"]
+    # 12,000 characters of each: 10 documents of 1,200, 100 of 120; and the one sentence of the third.
+    assert {name: found["rows"] for name, found in measures.items()} == {
+        "text_en": 10, "text_zh": 100, "text_all": 111
+    }  # fmt: skip
+
+
 def test_what_cannot_be_compared_is_refused(tiny_model_directory: Path, tmp_path: Path) -> None:
     both = {"base": tiny_model_directory, "model": tiny_model_directory, "output": tmp_path / "out"}
     with pytest.raises(ConfigError, match="nothing to compare"):

@@ -143,16 +143,25 @@ def _rows(config: CompareConfig) -> tuple[dict[str, list[Question]], bool, int]:
 
 
 def _text(config: CompareConfig) -> list[Document]:
-    """Pieces of general text, evenly spread; each is its own `source`, so that it is scored apart."""
+    """Pieces of general text, evenly spread over each language; each is its own `source`, so that it is scored apart.
+
+    Languages with enough pieces share the characters equally; of others all few pieces are taken.
+    """
     if not config.text:
         return []
-    pieces = (piece for source in config.text for piece in _pieces(source))
-    chosen, _ = spread(pieces, max(1, config.text_characters // 50))  # pieces that are short on average are many
-    characters = sum(len(text) for text, _ in chosen)
-    if not chosen:
+    counts = Counter(language for source in config.text for _, language in _pieces(source))
+    if not counts:
         raise DataError("There is no text to measure.", "Give a corpus directory with held-out text, or files of text.")
-    if characters > config.text_characters:
-        chosen, _ = spread(chosen, max(1, round(len(chosen) * config.text_characters / characters)))
+    common = [language for language, count in counts.items() if count >= FEWEST_ROWS]
+    limit = config.text_characters // max(1, len(common))
+    chosen: list[tuple[str, str]] = []
+    for wanted in sorted(counts):
+        pieces = (piece for source in config.text for piece in _pieces(source) if piece[1] == wanted)
+        some, _ = spread(pieces, max(1, limit // 50))  # pieces that are short on average are many
+        characters = sum(len(text) for text, _ in some)
+        if characters > limit:
+            some, _ = spread(some, max(1, round(len(some) * limit / characters)))
+        chosen += some
     return [Document(str(number), text, str(number), language) for number, (text, language) in enumerate(chosen)]
 
 
@@ -248,10 +257,10 @@ def _cost_rows(costs: Sequence[tuple[AnswerCost | None, AnswerCost | None]], sam
 
 
 def _add_text(add: Callable[..., None], base: Measured, model: Measured) -> None:
-    """Bits per byte of general text: of languages with enough pieces, and of all where that is not one."""
+    """Bits per byte of general text: of languages with enough pieces, and of all where there are several."""
     pieces = Counter(group.language for group in model.groups)
     languages = sorted(language for language, count in pieces.items() if count >= FEWEST_ROWS)
-    if len(languages) != 1:
+    if len(pieces) > 1 or not languages:
         languages.append("all")
     for language in languages:
         groups = sorted(group for group in model.groups if language in (group.language, "all"))
