@@ -15,7 +15,7 @@ from onecard.config import FinetuneConfig
 from onecard.data.corpus import Document, write_corpus
 from onecard.model.load import load_tokenizer, tokenizer_hash, vocabulary_rows
 from onecard.settings import build
-from onecard.train import finetune, pretrain
+from onecard.train import chat_rows, finetune, pretrain
 
 
 class TokenisedAgainError(Exception):
@@ -65,6 +65,15 @@ def test_documents(tmp_path: Path, tiny_tokenizer_directory: Path, monkeypatch: 
         pretrain_store(tmp_path / "e", corpus, tiny_tokenizer_directory)
 
 
+_CHANGES: list[dict[str, Any]] = [
+    {"max_length": 32},
+    {"seed": 1},
+    {"held_out": 0.4},
+    {"strict": True},
+    {"learn": "everything"},
+]
+
+
 def test_chats(tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, chats = tmp_path / "model", tmp_path / "chats.jsonl"
     shutil.copytree(tiny_model_directory, model)
@@ -73,12 +82,12 @@ def test_chats(tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.M
 
     def stores(folder: Path, **changes: Any) -> Any:
         values = {"model": str(model), "sources": [str(chats)], "max_length": 64, "held_out": 0.3, **changes}
-        return finetune._stores(build(FinetuneConfig, values), run(folder), load_tokenizer(model))
+        return finetune.stores_of(build(FinetuneConfig, values), run(folder), load_tokenizer(model))
 
     found, first = stores(tmp_path / "a")
     assert found["dropped"] == {"exact_duplicate": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "encode_chat", refuse)
+        patch.setattr(chat_rows, "encode_chat", refuse)
         same, again = stores(tmp_path / "b")
         assert same == found
         for name in ("train", "held_out"):
@@ -86,7 +95,9 @@ def test_chats(tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.M
             assert np.array_equal(again[name].learned, first[name].learned)
         rejected = [(tmp_path / name / "rejected-00000.jsonl").read_text() for name in "ab"]
         assert rejected[0] == rejected[1] != ""
-        for number, change in enumerate(({"max_length": 32}, {"seed": 1}, {"held_out": 0.4}, {"strict": True})):
+        looks = [(tmp_path / name / chat_rows.LOOK).read_text() for name in "ab"]
+        assert looks[0] == looks[1] != ""
+        for number, change in enumerate(_CHANGES):
             with pytest.raises(TokenisedAgainError):
                 stores(tmp_path / f"changed-{number}", **change)
         template = model / "chat_template.jinja"
