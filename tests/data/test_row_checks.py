@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from onecard.data import row_checks
 from onecard.data.alike import representatives
 from onecard.data.dedup import jaccard, shingles
 from onecard.data.row_checks import RowChecks, sentences
@@ -113,6 +116,15 @@ def test_a_system_message_and_earlier_turns() -> None:
         found["repeated_questions"]["questions"] == 1
     )  # the same turns before the answer; "c" alone is another question
     assert found["near_duplicate_answers"]["exact"] == 2
+
+
+def test_of_very_many_rows_the_first_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_checks, "MOST_COMPARED", 2)
+    found = checked((FIRST, "a"), (OTHER, "b"), (SECOND, "c", True), (SECOND, "d", True))
+    assert found["held_out_nearly_trained"]["rows"] == 0
+    assert found["repeated_questions"]["questions"] == 1  # equal ones are found among all
+    assert found["wordings"]["asked"] == 3
+    assert "among the first 2 alone" in " ".join(sentences(found)[1])
 
 
 def test_no_rows() -> None:

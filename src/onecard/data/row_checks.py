@@ -19,6 +19,8 @@ from onecard.data.split import question_key
 # A question is nearly another one, an answer nearly another one, from these similarities of 3-grams on.
 ALIKE_QUESTIONS = 0.7
 ALIKE_ANSWERS = 0.8
+# Nearly equal texts are looked for among so many distinct ones: about ten seconds.
+MOST_COMPARED = 50_000
 _LETTERS = re.compile(r"[^\W_]+")
 _EXAMPLE_CHARACTERS = 60
 
@@ -116,12 +118,12 @@ def _groups(keys: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _alike(texts: Sequence[str], keys: Sequence[str], threshold: float) -> list[int]:
-    """For each row the first row with the same text (but for case and punctuation) or nearly the same."""
+    """For each row the first with the same text (but for case and punctuation) or, of the first, nearly the same."""
     first: dict[str, int] = {}
-    distinct = [place for place, key in enumerate(keys) if first.setdefault(key, place) == place]
+    distinct = [place for place, key in enumerate(keys) if first.setdefault(key, place) == place][:MOST_COMPARED]
     found = representatives([texts[place] for place in distinct], threshold)
     of = {keys[place]: distinct[found[index]] for index, place in enumerate(distinct)}
-    return [of[key] for key in keys]
+    return [of.get(key, first[key]) for key in keys]
 
 
 def _wordings(questions: Sequence[str], same_question: Sequence[int], same_answer: Sequence[int]) -> dict[str, Any]:
@@ -189,6 +191,8 @@ def sentences(findings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         remarks.append(
             f"{answers['exact']:,} answers stand in an earlier row too, {answers['near']:,} nearly{example}."
         )
+    if findings["rows"] > MOST_COMPARED:
+        remarks.append(f"Nearly equal texts were looked for among the first {MOST_COMPARED:,} alone.")
     wordings = findings["wordings"]
     if wordings["asked"] >= _FEW_ROWS and wordings["share"] >= _ONE_WORDING:
         remarks.append(
