@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -341,6 +342,12 @@ def _content(message: Any) -> str:
     return str(message.get("content") or "")
 
 
+def _parameters(model: Any) -> int:
+    """How many numbers a model has, however many of them lie in a byte."""
+    shapes = (getattr(getattr(part, "quant_state", None), "shape", part.shape) for part in model.parameters())
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def _measure(
     path: Path, tokenizer: Any, texts: Sequence[Document], prompts: Sequence[Prompt], window: int, limit: int
 ) -> Measured:
@@ -354,7 +361,7 @@ def _measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = PeakMemory(device)
     model: Any = load_model(path, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
-    measured = Measured(weight_bytes(path), sum(parameter.numel() for parameter in model.parameters()))
+    measured = Measured(weight_bytes(path), _parameters(model))
     rows = vocabulary_rows(tokenizer)
     speeds = []
     for _ in range(_SPEED_TRIES):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _FLOAT8_MOST = 448.0
 # Logits of the written model beside those of what it stands for, as a share of their spread: the order of sums.
 SAME = 1e-4
+# Rounding to NF4 moves weights that are spread like a bell by a tenth of their length.
+NEAR = 0.2
 
 
 class NotTheSame(OnecardError):
@@ -51,7 +53,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
             facts = _write_compressed(config, directory, tokenizer, folder)
         copy_companions(directory, folder)
         console.note("  reading it back with transformers")
-        facts["read_back_deviation"] = _read_back(folder, config.format)
+        facts["read_back_deviation"] = _read_back(directory, folder, config.format)
         name = {"int8": "8-bit", "int4": "4-bit", "nf4": "NF4", "float8": "float8"}[config.format]
         compared = comparison.compare(directory, folder, config, f"The {name} form")
         result = {"format": config.format, **facts, **compared.result()}
@@ -86,6 +88,8 @@ def _notes(config: QuantizeConfig, facts: dict[str, Any]) -> list[str]:
     how = {"gptq": "errors made up for on calibration text (GPTQ)", "nearest": "rounded to nearest"}[facts["method"]]
     group = f"groups of {facts['group_size']}" if facts.get("group_size") else "a scale for each row"
     notes = [f"{facts['quantized_weights']:,} weights in {facts['layers']} layers: {how}, {group}."]
+    if trained_for(config.model) == config.format and facts["method"] == "nearest":
+        notes.append("The original was trained for these weights: this form is what it was trained to be.")
     if facts.get("untied_head"):
         notes.append("The head was the embedding; quantized, it is stored beside it.")
     return notes
@@ -138,7 +142,16 @@ def _write_compressed(config: QuantizeConfig, directory: Path, tokenizer: Any, f
 def _method(config: QuantizeConfig) -> str:
     if config.method != "auto":
         return config.method
-    return "gptq" if config.format == "int4" and config.corpus is not None else "nearest"
+    calibrated = config.format == "int4" and config.corpus is not None and trained_for(config.model) != config.format
+    return "gptq" if calibrated else "nearest"
+
+
+def trained_for(model: Path) -> str:
+    """The format that a run trained its weights for (quantization_aware); "none" for any other model."""
+    for place in (model, model.resolve().parent):
+        if (place / artifact.MANIFEST).is_file() and (manifest := artifact.read_manifest(place)).kind == "run":
+            return str(manifest.settings.get("asked", {}).get("quantization_aware", "none"))
+    return "none"
 
 
 def _kept(config: QuantizeConfig, settings: dict[str, Any]) -> str:
@@ -293,10 +306,11 @@ def _write_nf4(config: QuantizeConfig, directory: Path, folder: Path) -> dict[st
 # --- reading back -------------------------------------------------------------------------------------------------
 
 
-def _read_back(folder: Path, form: str) -> float:
-    """How far the logits that transformers finds are from those of the model as onecard opens it, over their spread.
+def _read_back(directory: Path, folder: Path, form: str) -> float:
+    """How far what transformers reads is from what was meant, as a share; NotTheSame if that cannot be rounding.
 
-    NotTheSame if that is more than the order of sums explains.
+    Integers and float8: the logits beside those of the model as onecard opens it, over their spread. NF4, whose codes
+    only its library knows: the largest distance of a layer's weight from the original, over its length.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -307,10 +321,21 @@ def _read_back(folder: Path, form: str) -> float:
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         theirs: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         theirs.eval()
-        off = deviation(theirs, load_model(folder))
-    if not off < SAME:
-        raise NotTheSame(
-            f"transformers reads the {form} model with logits that differ by {off:.2g} of their spread.",
-            "Please report this model.",
-        )
+        off = _distance(theirs, directory) if form == "nf4" else deviation(theirs, load_model(folder))
+    if not off < (NEAR if form == "nf4" else SAME):
+        raise NotTheSame(f"transformers reads another model ({off:.2g} away).", "Please report this model.")
     return off
+
+
+def _distance(quantized: Any, directory: Path) -> float:
+    from onecard.model.quantized import dequantized, is_quantized
+
+    original: Any = load_model(directory)
+    found = []
+    for name, module in quantized.named_modules():
+        if is_quantized(module):
+            weight = original.get_submodule(name).weight.detach().float()
+            made = dequantized(module).float().reshape(module.out_features, module.in_features)
+            made = made if made.shape == weight.shape else made.T
+            found.append(float((made - weight).norm() / weight.norm().clamp(min=1e-30)))
+    return max(found, default=float("nan"))

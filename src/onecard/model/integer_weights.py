@@ -49,6 +49,8 @@ def scheme_for(kind: str, group_size: int | str, widths: Iterable[tuple[str, int
             if all(width % group == 0 for _, width in layers):
                 return Scheme(4, group)
     wanted = GROUPS[-1] if group_size == "auto" else int(group_size)
+    if wanted not in GROUPS:
+        raise ConfigError(f"group_size = {wanted} is not what others read.", "Set group_size = 32, 64 or 128, or auto.")
     for name, width in layers:
         if width % wanted:
             fitting = [str(group) for group in GROUPS if width % group == 0]
