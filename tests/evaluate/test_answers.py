@@ -137,6 +137,12 @@ def test_what_was_asked_of_the_model_is_what_it_answers(tiny: Any, monkeypatch: 
     assert answer.finish_reason == "stop"
     assert answer.tokens == len(words)
     assert done == [1]
+    # Cut off within a character (its first byte alone is a token here): the answer ends before it.
+    torn = tiny.tokenizer.encode("好\U0001f9ff", add_special_tokens=False)
+    assert tiny.tokenizer.decode(torn[:-1]).endswith("\ufffd")
+    script = iter(torn)
+    [answer] = answer_questions(model, tiny.tokenizer, CHATS[:1], len(torn) - 1, 4)
+    assert (answer.text, answer.finish_reason) == ("好", "length")
 
 
 def test_padding_does_not_move_the_positions_of_a_model_that_learned_them() -> None:
