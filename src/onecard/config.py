@@ -551,7 +551,12 @@ class ServeConfig(Settings):
     max_concurrent: Positive = setting(8, "requests answered at the same time; more wait in a queue")
     max_queue: Positive = setting(64, "requests that may wait; one more is answered 429")
     max_length: Positive | Auto = setting("auto", "longest prompt and answer together, in tokens")
-    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "number format of the weights while serving")
+    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = setting(
+        "auto", "number format of the weights while serving; int8, int4: rounded, on a CPU"
+    )
+    prefix_megabytes: int = setting(
+        256, "memory for what was read before (system prompts, histories) and is not read again; 0: none", ge=0
+    )
 
 
 class ChatConfig(Settings):
@@ -565,7 +570,9 @@ class ChatConfig(Settings):
     top_p: float = setting(0.9, "nucleus sampling", ge=0, le=1)
     max_new_tokens: Positive = setting(512, "longest answer")
     seed: int | None = setting(None, "the same seed gives the same answers")
-    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "number format of the weights")
+    precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = setting(
+        "auto", "number format of the weights; int8, int4: rounded, on a CPU"
+    )
 
 
 class AskConfig(Settings):

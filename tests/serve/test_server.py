@@ -70,9 +70,12 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def scripted(tokenizer: Any) -> Iterator[Callable[..., Any]]:
+def scripted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Start an application whose model says given ids; returns a function that posts to it."""
     from test_engine import ScriptedModel
+
+    # The scripted model knows the end of a prompt only when it comes in one piece.
+    monkeypatch.setattr("onecard.serve.engine._SHORT_CHUNK_TOKENS", 512)
 
     engines: list[Engine] = []
 
@@ -371,13 +374,13 @@ def test_a_client_that_disconnects_frees_its_slot(
     running: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     engine = running.service.engine
-    forward = engine._forward
+    step = engine._decoder.step
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.05)  # a whole answer would take ten seconds
-        return forward(*arguments)
+        return step(*arguments)
 
-    monkeypatch.setattr(engine, "_forward", slowly)
+    monkeypatch.setattr(engine._decoder, "step", slowly)
     host, port = running.url.removeprefix("http://").removesuffix("/v1").split(":")
     body = json.dumps(chat_body(max_tokens=200, ignore_eos=True, stream=stream)).encode()
     with socket.create_connection((host, int(port))) as connection:

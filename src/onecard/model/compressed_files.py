@@ -32,11 +32,7 @@ def dense_weights(directory: Path, written: dict[str, Any]) -> dict[str, Tensor]
 
     ArtifactError for formats other than integers of 4 and 8 bits and float8, with symmetric scales.
     """
-    from safetensors.torch import load_file
-
-    stored: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        stored |= load_file(path)
+    stored = _stored(directory)
     groups = list(written.get("config_groups", {}).values())
     weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
     form = written.get("format")
@@ -53,14 +49,37 @@ def dense_weights(directory: Path, written: dict[str, Any]) -> dict[str, Tensor]
             continue
         scale = stored.get(f"{stem}.weight_scale")
         if end == "weight_packed" and scale is not None:
-            scheme = Scheme(int(weights["num_bits"]), int(weights.get("group_size") or 0))
-            width = int(stored[f"{stem}.weight_shape"][1])
-            made[f"{stem}.weight"] = restored(unpack(tensor, width, scheme), scale.float(), scheme)
+            made[f"{stem}.weight"] = restored(*_codes(stored, stem, weights))
         elif end == "weight" and scale is not None:
             made[name] = tensor.float() * scale.float()
         else:
             made[name] = tensor
     return made
+
+
+def _stored(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def _codes(stored: dict[str, Tensor], stem: str, weights: dict[str, Any]) -> tuple[Tensor, Tensor, Scheme]:
+    scheme = Scheme(int(weights["num_bits"]), int(weights.get("group_size") or 0))
+    width = int(stored[f"{stem}.weight_shape"][1])
+    return unpack(stored[f"{stem}.weight_packed"], width, scheme), stored[f"{stem}.weight_scale"].float(), scheme
+
+
+def integer_weights(directory: Path) -> dict[str, tuple[Tensor, Tensor, Scheme]]:
+    """Codes, steps and scheme of each integer weight by module name; none for a directory without such."""
+    written = quantization_of(directory)
+    if written is None or written.get("format") != PACKED:
+        return {}
+    stored, (group,) = _stored(directory), written["config_groups"].values()
+    stems = [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
+    return {stem: _codes(stored, stem, group["weights"]) for stem in stems}
 
 
 def opening(directory: Path, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:

@@ -56,8 +56,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self._owner.step
-        if self.keys.shape[2] < step.longest:
-            self.keys, self.values = (_grown(block, self._owner.capacity()) for block in (self.keys, self.values))
+        self.grow()
         rows, new_tokens = key_states.shape[0], key_states.shape[2]
         block = slice(step.first, step.first + rows)
         for stored, fresh in ((self.keys, key_states), (self.values, value_states)):
@@ -68,6 +67,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 start = step.longest - new_tokens
                 stored[block, :, start : step.longest] = fresh
         return self.keys[block, :, : step.longest], self.values[block, :, : step.longest]
+
+    def grow(self) -> None:
+        """Have room for the longest row of the step."""
+        if self.keys.shape[2] < self._owner.step.longest:
+            self.keys, self.values = (_grown(block, self._owner.capacity()) for block in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
@@ -121,6 +125,22 @@ class SlotCache(Cache):
         """Forget a row. Zeros matter: a NaN left behind a mask would still spoil the next request (0 times NaN)."""
         for block in self._blocks():
             block[row].zero_()
+
+    def read(self, row: int, first: int, last: int) -> torch.Tensor | None:
+        """Copies positions first..last - 1 of all layers: [2 x layers, H, last - first, D]; None if shapes differ."""
+        blocks = [block[row, :, first:last] for block in self._blocks()]
+        same = len({block.shape for block in blocks}) == 1
+        return torch.stack(blocks) if same else None
+
+    def write(self, row: int, first: int, stored: torch.Tensor) -> None:
+        """Put what `read` gave into a row, from position `first` on."""
+        last = first + stored.shape[2]
+        self.step = Step(row, self.step.positions, max(self.step.longest, last))
+        for layer in self.layers:
+            if isinstance(layer, _SlotLayer) and layer.is_initialized:
+                layer.grow()
+        for block, part in zip(self._blocks(), stored):
+            block[row, :, first:last] = part
 
     def _blocks(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:

@@ -37,6 +37,9 @@ A line that ends in \ goes on in the next one. Ctrl-C stops an answer."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _COMMANDS = ("/exit", "/reset", "/system", "/retry", "/help")
 
+# So that a question is not read again with each that follows it.
+_PREFIX_BYTES = 256 << 20
+
 
 @dataclass
 class _Conversation:
@@ -213,7 +216,9 @@ def chat(config: ChatConfig) -> dict[str, Any]:
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A pipe is UTF-8 whatever the locale; a byte that is not is shown as such instead of ending the session.
         sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="replace")
-    engine, tokenizer = open_engine(config.model, max_concurrent=1, precision=config.precision)
+    engine, tokenizer = open_engine(
+        config.model, max_concurrent=1, precision=config.precision, prefix_bytes=_PREFIX_BYTES
+    )
     try:
         session = _Chat(config, engine, tokenizer)
         session.run()

@@ -1,25 +1,26 @@
 """Answers many requests at once with one model: continuous batching as ordinary Python.
 
 In: prompts as token ids with their parameters, from any thread. Out: events of each request (tokens with their text,
-then one finish), in order. One scheduler thread owns the model. A request waits for a free slot, its prompt is computed
-in chunks (one prompt at a time, between the steps of those that are already answering), then all answering requests get
-one token a step. They join and leave between steps. In fp32 an answer does not depend on the neighbours; in bf16 the
-last bits of a logit may (kernels sum in an order that depends on the number of rows). It does not know HTTP or chat.
+then one finish), in order. One scheduler thread owns the model. A request waits for a free slot; what it has in common
+with texts that were read before is taken over, the rest of its prompt is computed in pieces, short ones while others
+are answering, so that nobody waits long. All answering requests get one token a step. They join and leave between
+steps. In fp32 an answer does not depend on the neighbours; in bf16 on a card the last bits of a logit may (kernels sum
+in an order that depends on the number of rows). It does not know HTTP or chat.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import console
 from onecard.errors import ConfigError
 from onecard.serve.detokenize import Detokenizer, TokenBytes
+from onecard.serve.prefixes import PrefixStore
 from onecard.serve.requests import (
     EngineClosedError,
     Event,
@@ -31,13 +32,18 @@ from onecard.serve.requests import (
     QueueFullError,
     TokenEvent,
 )
-from onecard.serve.sampling import Sampler, SamplingParameters, token_logprobs
+from onecard.serve.sampling import Sampler, SamplingParameters, choose_all, token_logprobs
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from onecard.serve.eager import EagerModel
+    from onecard.serve.native import NativeModel
+
 PREFILL_CHUNK_TOKENS = 512
+# While others are answering, a piece of a prompt may hold up each of their tokens by as much as it takes.
+_SHORT_CHUNK_TOKENS = 32
 
 
 @dataclass
@@ -52,6 +58,7 @@ class _Running:
     detokenizer: Detokenizer
     length: int = 0
     said: int = 0
+    answer: list[int] = field(default_factory=list)
     next_token: int = -1
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
@@ -64,6 +71,8 @@ class Engine:
 
     `max_concurrent` requests are answered at the same time and `max_queue` more may wait; prompt and answer together
     have at most `max_length` tokens. Ids that the tokenizer does not know (padded rows of the model) are never chosen.
+    `decoder` computes the model's steps (default: through its own modules). Texts that were read before are kept in
+    `prefix_bytes` of memory.
     """
 
     def __init__(
@@ -73,8 +82,11 @@ class Engine:
         max_concurrent: int,
         max_length: int,
         max_queue: int = 64,
+        *,
+        decoder: EagerModel | NativeModel | None = None,
+        prefix_bytes: int = 0,
     ) -> None:
-        from onecard.serve.cache import AttentionMasks, SlotCache
+        from onecard.serve.eager import EagerModel
         from onecard.tokenizer.template import stop_token_ids
 
         self.max_concurrent, self.max_length, self.max_queue = max_concurrent, max_length, max_queue
@@ -83,16 +95,16 @@ class Engine:
         self.vocabulary: int = min(self.token_bytes.size, embedding.weight.shape[0])
         self.sampling_defaults = sampling_defaults(model)
         self.stop_ids = frozenset(stop_token_ids(tokenizer)) | _generation_stop_ids(model)
+        self.computed_tokens = 0
+        """Tokens of prompts and answers that went through the model."""
         self._model: Any = model
-        self._masks = AttentionMasks(model)
-        self._cache = SlotCache(max_concurrent, max_length)
-        accepted = inspect.signature(model.forward).parameters
-        self._cache_argument = "past_key_values" if "past_key_values" in accepted else "cache"
-        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._decoder = decoder or EagerModel(model, max_concurrent, max_length)
+        self._prefixes = PrefixStore(prefix_bytes)
         self._changed = threading.Condition()
         self._waiting: deque[_Running] = deque()
-        self._rows: list[_Running] = []  # row i of the cache belongs to request i
-        self._prefilling: _Running | None = None  # its row is len(self._rows)
+        self._rows: list[_Running] = []  # those that are answering: slot i belongs to request i
+        # Those that have a slot after these, in turn. Only of the first may something be computed already.
+        self._prompts: list[_Running] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="onecard-engine", daemon=True)
         self._thread.start()
@@ -100,7 +112,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Requests that hold a slot."""
-        return len(self._rows) + (self._prefilling is not None)
+        return len(self._rows) + len(self._prompts)
 
     @property
     def waiting(self) -> int:
@@ -193,13 +205,10 @@ class Engine:
                     if self._closing:
                         break
                     self._drop_cancelled()
-                    if self._prefilling is None and self._waiting and len(self._rows) < self.max_concurrent:
-                        self._prefilling = self._waiting.popleft()
+                    while self._waiting and self.active < self.max_concurrent:
+                        self._prompts.append(self._waiting.popleft())
                 try:
-                    if self._prefilling is not None:
-                        self._prefill(self._prefilling)
-                    if self._rows:
-                        self._decode()
+                    self._round()
                 except Exception as fault:  # noqa: BLE001 - the server outlives a failed step (such as out of memory)
                     self._end_all("error", _explain(fault))
         self._end_all("abort")
@@ -211,93 +220,110 @@ class Engine:
         for request in [request for request in self._waiting if request.handle.cancelled]:
             self._waiting.remove(request)
             request.finish("abort")
-        if self._prefilling is not None and self._prefilling.handle.cancelled:
-            self._drop_prefilling("abort")
+        for request in [request for request in self._prompts if request.handle.cancelled]:
+            self._drop_prompt(request, "abort")
         self._release([index for index, request in enumerate(self._rows) if request.handle.cancelled], "abort")
 
-    def _drop_prefilling(self, reason: FinishReason, error: str = "") -> None:
-        assert self._prefilling is not None
-        request, self._prefilling = self._prefilling, None
-        self._cache.clear(len(self._rows))
+    def _drop_prompt(self, request: _Running, reason: FinishReason, error: str = "") -> None:
+        if request is self._prompts[0]:
+            self._decoder.clear(len(self._rows))
+        self._prompts.remove(request)
         request.finish(reason, error)
 
     def _release(self, indices: Sequence[int], reason: FinishReason | None = None) -> None:
-        """Free rows and close the gaps from the end, so that rows in use stay dense."""
+        """Free slots and close the gaps from the end, so that those in use stay dense; what was read is kept."""
         for index in sorted(indices, reverse=True):
             gone, last = self._rows[index], len(self._rows) - 1
-            self._cache.clear(index)
+            known = [*gone.ids, *gone.answer][: gone.length]
+            self._prefixes.keep(known, lambda start, stop, slot=index: self._decoder.read(slot, start, stop))  # type: ignore[misc]
+            self._decoder.clear(index)
             if index != last:
-                self._cache.move(last, index, self._rows[last].length)
+                self._decoder.move(last, index, self._rows[last].length)
                 self._rows[index] = self._rows[last]
             self._rows.pop()
-            if self._prefilling is not None:
-                self._cache.move(last + 1, last, self._prefilling.length)
+            if self._prompts and self._prompts[0].length:
+                self._decoder.move(last + 1, last, self._prompts[0].length)
             if reason is not None:
                 gone.finish(reason)
 
     def _end_all(self, reason: FinishReason, error: str = "") -> None:
-        requests = [*self._rows, *([self._prefilling] if self._prefilling else [])]
-        self._rows, self._prefilling = [], None
-        self._cache.forget()
+        requests = [*self._rows, *self._prompts]
+        self._rows, self._prompts = [], []
+        self._decoder.forget()
+        self._prefixes.clear()
         for request in requests:
             request.finish(reason, error)
 
-    def _prefill(self, request: _Running) -> None:
-        """Compute the next chunk of a prompt; after the last one the request has its first token and joins the rows."""
-        import torch
-
-        start, stop = request.length, min(request.length + PREFILL_CHUNK_TOKENS, len(request.ids))
-        try:
-            tokens = torch.tensor([request.ids[start:stop]], device=self._model.device)
-            positions = torch.arange(start, stop, device=self._model.device)[None]
-            logits_NV = self._forward(len(self._rows), tokens, positions, stop)
-        except Exception as fault:  # noqa: BLE001 - whatever the model does, the other requests go on
-            self._drop_prefilling("error", _explain(fault))
+    def _round(self) -> None:
+        """One step: a piece of a prompt, or of several, and one more token for all that are answering."""
+        if self._decoder.mixes:
+            self._step(self._pieces(len(self._prompts)), with_rows=True)
             return
-        request.length = stop
-        if stop == len(request.ids):
-            self._prefilling = None
-            self._rows.append(request)
-            row = len(self._rows) - 1
-            if self._advance(logits_NV, [request]):
-                self._release([row])
+        for piece in self._pieces(1):
+            try:
+                self._step([piece], with_rows=False)
+            except Exception as fault:  # noqa: BLE001 - whatever the model does, the other requests go on
+                self._drop_prompt(piece[0], "error", _explain(fault))
+        if self._rows:
+            self._step([], with_rows=True)
 
-    def _decode(self) -> None:
-        """Give every answering request one more token."""
-        import torch
+    def _pieces(self, most: int) -> list[tuple[_Running, int]]:
+        """The next prompts to compute, each with the place to compute it up to, within what one step may take."""
+        room = PREFILL_CHUNK_TOKENS
+        if self._rows and self._model.device.type == "cpu":
+            room = min(room, _SHORT_CHUNK_TOKENS)
+        pieces: list[tuple[_Running, int]] = []
+        for place, request in enumerate(self._prompts[:most]):
+            if request.length == 0:
+                self._take_over(request, len(self._rows) + place)
+            stop = min(len(request.ids), request.length + room)
+            pieces.append((request, stop))
+            room -= stop - request.length
+            if room <= 0:
+                break
+        return pieces
 
-        device = self._model.device
-        tokens = torch.tensor([[request.next_token] for request in self._rows], device=device)
-        positions = torch.tensor([[request.length] for request in self._rows], device=device)
-        longest = max(request.length for request in self._rows) + 1
-        logits_NV = self._forward(0, tokens, positions, longest)
-        for request in self._rows:
+    def _take_over(self, request: _Running, slot: int) -> None:
+        """Give a prompt what was computed of its beginning before; its last token is always computed."""
+        stored = self._prefixes.find(request.ids[:-1])
+        if stored is not None:
+            self._decoder.write(slot, 0, stored)
+            request.length = request.handle.cached_tokens = stored.shape[2]
+
+    def _step(self, pieces: Sequence[tuple[_Running, int]], *, with_rows: bool) -> None:
+        """Compute pieces of prompts and the last token of the answering; whoever is complete has one more token."""
+        rows = list(self._rows) if with_rows else []
+        tokens = [request.next_token for request in rows]
+        slots = list(range(len(rows)))
+        positions = [request.length for request in rows]
+        complete, wanted = list(rows), list(range(len(rows)))
+        for place, (request, stop) in enumerate(pieces):
+            tokens += request.ids[request.length : stop]
+            slots += [len(self._rows) + place] * (stop - request.length)
+            positions += range(request.length, stop)
+            if stop == len(request.ids):
+                complete.append(request)
+                wanted.append(len(tokens) - 1)
+        logits_NV = self._decoder.step(tokens, slots, positions, wanted)[:, : self.vocabulary]
+        self.computed_tokens += len(tokens)
+        for request in rows:
             request.length += 1
-        self._release(self._advance(logits_NV, self._rows))
-
-    def _forward(self, first: int, tokens_NQ: torch.Tensor, positions_NQ: torch.Tensor, longest: int) -> torch.Tensor:
-        """Logits after the last token of each row, over the ids that the tokenizer knows: [N, V]."""
-        self._cache.begin(first, positions_NQ, longest)
-        answer = self._model(
-            input_ids=tokens_NQ,
-            position_ids=positions_NQ,
-            attention_mask=self._masks.make(positions_NQ, longest, self._model.dtype),
-            use_cache=True,
-            **{self._cache_argument: self._cache},
-            **self._keep_last,
-        )
-        logits_NV: torch.Tensor = answer.logits[:, -1, : self.vocabulary]
-        return logits_NV
+        for request, stop in pieces:
+            request.length = stop
+        joining = complete[len(rows) :]
+        self._prompts = self._prompts[len(joining) :]
+        self._rows += joining
+        if complete:
+            first = 0 if with_rows else len(self._rows) - len(joining)
+            self._release([first + ended for ended in self._advance(logits_NV, complete)])
 
     def _advance(self, logits_NV: torch.Tensor, requests: Sequence[_Running]) -> list[int]:
         """Choose and announce the next token of each request; returns the indices of those that ended."""
-        import torch
-
-        chosen = torch.stack([request.sampler.choose(logits_NV[i]) for i, request in enumerate(requests)]).tolist()
+        chosen = choose_all([request.sampler for request in requests], logits_NV)
         return [
             index
             for index, (request, token) in enumerate(zip(requests, chosen))
-            if self._accept(request, int(token), logits_NV[index])
+            if self._accept(request, token, logits_NV[index])
         ]
 
     def _accept(self, request: _Running, token: int, logits_V: torch.Tensor) -> bool:
@@ -310,6 +336,7 @@ class Engine:
             return True
         request.sampler.accept(token)
         request.said += 1
+        request.answer.append(token)
         request.next_token = token
         top = request.parameters.sampling.top_logprobs
         logprobs = None if top is None else token_logprobs(logits_V, token, top)
@@ -346,15 +373,6 @@ def _generation_stop_ids(model: Any) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def serving_dtype(precision: str, device: str) -> torch.dtype:
-    """The number format of the weights: what `precision` says; auto is fp32 on a CPU and bf16 on a CUDA card."""
-    import torch
-
-    if precision == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-
-
 def context_length(model: PreTrainedModel, wanted: int | str) -> int:
     """The longest context in tokens: what the model was made for, or less if `wanted`. ConfigError if it cannot."""
     config: Any = model.config.get_text_config()
@@ -370,17 +388,25 @@ def context_length(model: PreTrainedModel, wanted: int | str) -> int:
 
 
 def open_engine(
-    path: Path, *, max_concurrent: int, max_length: int | str = "auto", max_queue: int = 64, precision: str = "auto"
+    path: Path,
+    *,
+    max_concurrent: int,
+    max_length: int | str = "auto",
+    max_queue: int = 64,
+    precision: str = "auto",
+    prefix_bytes: int = 0,
 ) -> tuple[Engine, PreTrainedTokenizerFast]:
     """Load a model directory onto the best device here and start an engine; ArtifactError or ConfigError otherwise."""
-    import torch
+    from onecard.model.load import check_tokenizer_fits, load_tokenizer, model_directory
+    from onecard.serve.opening import open_model
 
-    from onecard.model.load import check_tokenizer_fits, load_model, load_tokenizer, model_directory
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model_directory(path)  # says what is missing before anything is read
     tokenizer = load_tokenizer(path)
-    model = load_model(path, dtype=serving_dtype(precision, device), device=device)
+    model, decoder_of = open_model(path, precision)
     check_tokenizer_fits(tokenizer, model, path)
     length = context_length(model, max_length)
-    return Engine(model, tokenizer, max_concurrent, length, max_queue), tokenizer
+    decoder = decoder_of(max_concurrent, length)
+    return (
+        Engine(model, tokenizer, max_concurrent, length, max_queue, decoder=decoder, prefix_bytes=prefix_bytes),
+        tokenizer,
+    )

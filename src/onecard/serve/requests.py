@@ -78,6 +78,8 @@ class Handle:
 
     def __init__(self, prompt_tokens: int, listener: Callable[[Event], None] | None, wake: Callable[[], None]) -> None:
         self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        """Tokens of the prompt that did not have to be computed again."""
         self.cancelled = False
         self.finished = False
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

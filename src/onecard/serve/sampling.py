@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Below these, dividing by the temperature or cutting the nucleus leaves the likeliest token only.
 _GREEDY_TEMPERATURE = 1e-5
 _GREEDY_TOP_P = 1e-8
+# A nucleus is nearly always within so many: to sort a whole vocabulary takes as long as a small model's step.
+_LIKELIEST = 1024
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -91,14 +93,23 @@ def apply_top_p(logits_V: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the smallest set of likeliest tokens whose probability reaches `top_p` (arXiv 1904.09751), at least one."""
     if top_p >= 1:
         return logits_V
-    values, order = logits_V.sort(descending=True, stable=True)
-    probabilities = values.double().softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
+    everything = logits_V.double().logsumexp(-1)
+    values, order = logits_V.topk(min(_LIKELIEST, logits_V.shape[-1]))
+    before = _before(values, everything)
+    if bool(before[-1] < top_p) and len(values) < logits_V.shape[-1]:
+        values, order = logits_V.sort(descending=True, stable=True)
+        before = _before(values, everything)
     dropped = before >= top_p
     dropped[0] = False
     return logits_V.new_full(logits_V.shape, -float("inf")).scatter(
         -1, order, values.masked_fill(dropped, -float("inf"))
     )
+
+
+def _before(values: torch.Tensor, everything: torch.Tensor) -> torch.Tensor:
+    """The probability of all that is likelier, for logits in falling order; `everything` is their log-sum-exp."""
+    probabilities = (values.double() - everything).exp()
+    return probabilities.cumsum(-1) - probabilities
 
 
 def apply_min_p(logits_V: torch.Tensor, min_p: float) -> torch.Tensor:
@@ -179,9 +190,27 @@ class Sampler:
         # The maximum of anything with a NaN in it is NaN.
         return token.where(logits_V.max().isfinite(), -1)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest token is taken of the logits as they are."""
+        return self.parameters.is_greedy and self._seen is None and self._counts is None and self._bias is None
+
     def accept(self, token: int) -> None:
         """Take note that `token` was said."""
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
+
+
+def choose_all(samplers: Sequence[Sampler], logits_NV: torch.Tensor) -> list[int]:
+    """The next id of each row, each by its own sampler; the likeliest ones of all rows are found in one operation."""
+    import torch
+
+    largest, likeliest = logits_NV.max(-1)
+    tokens = likeliest.where(largest.isfinite(), -1)
+    others = [row for row, sampler in enumerate(samplers) if not sampler.is_plain]
+    if others:
+        tokens[others] = torch.stack([samplers[row].choose(logits_NV[row]) for row in others])
+    chosen: list[int] = tokens.tolist()
+    return chosen

@@ -114,6 +114,7 @@ def _prepare(config: ServeConfig, listener: socket.socket) -> tuple[Service, _Uv
             max_length=config.max_length,
             max_queue=config.max_queue,
             precision=config.precision,
+            prefix_bytes=config.prefix_megabytes << 20,
         )
     except BaseException:
         listener.close()
