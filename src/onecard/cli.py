@@ -55,6 +55,9 @@ VERBS: dict[str, VerbEntry] = {
     "preview": VerbEntry(
         "onecard.train.preview:preview", "FinetuneConfig", "finetune", "show which tokens a fine-tuning would learn"
     ),
+    "distill": VerbEntry(
+        "onecard.train.distill:distill", "DistillConfig", "distill", "teach a small model what a larger one would say"
+    ),
     "align": VerbEntry("onecard.train.align:align", "AlignConfig", "align", "teach a model which answers are better"),
     "classify": VerbEntry(
         "onecard.train.classify:classify", "ClassifyConfig", "classify", "teach a model to name the class of a text"

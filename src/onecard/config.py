@@ -347,6 +347,23 @@ class FinetuneConfig(FurtherConfig):
     )
 
 
+class DistillConfig(FinetuneConfig):
+    """Teach a small model what a larger one would say; the tokenizer of both is the same."""
+
+    teacher: Path = setting(..., "the model that is learned from: a model or run directory, or a GGUF file")
+    output: Path = setting(Path("distill"), "the run directory to write; the model lies in its model/")
+    distillation_weight: Fraction = setting(
+        0.5, "share of the teacher's predictions in what is learned; the rest: the tokens that stand in the rows"
+    )
+    distillation_temperature: PositiveNumber = setting(
+        1.0, "above 1, what the teacher holds for unlikely counts for more"
+    )
+    answers: Literal["rows", "teacher"] = setting(
+        "rows", "teacher: it answers the last question of each row first, and its answers are learned"
+    )
+    answer_tokens: Positive = setting(256, "answers = teacher: longer answers are left out")
+
+
 class AlignConfig(FurtherConfig):
     """Learn from preferences: of two answers to a question the better one becomes likelier than the worse one."""
 

@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states, a chunk of positions at a time: the logits never exist as a whole.
+"""Losses straight from hidden states, a chunk of positions at a time: the logits never exist as a whole.
 
 Forward computes the loss and, in the same pass, the gradients with respect to hidden states and head, so that nothing
 of size positions x vocabulary is kept for the backward. Positions without a label are dropped before any product; what
@@ -11,6 +11,7 @@ Shapes: N positions, C positions of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,14 +88,20 @@ def chunk_positions(vocabulary: int, device_type: str) -> int:
     return max(16, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+# Of the logits of a chunk, which it may write over, and its positions: the sum of the losses, and their gradient.
+OfLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
         head_VD: Tensor,
         bias_V: Tensor | None,
-        labels_N: Tensor,
+        kept_K: Tensor,
+        of_logits: OfLogits,
+        chunk: int,
         scale: float,
         softcap: float | None,
         multiplier: float,
@@ -111,16 +118,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         )
         learn = grad_hidden is not None or grad_head is not None or grad_bias is not None
-        kept_N = (labels_N != IGNORED).nonzero().squeeze(1)
         loss = torch.zeros((), dtype=exact, device=hidden_ND.device)
         with torch.autocast(device, enabled=False):
-            for positions in torch.split(kept_N, chunk_positions(head.shape[0], device)):
+            for positions in torch.split(kept_K, chunk):
                 rows_CD = hidden_ND[positions].to(dtype)
                 logits_CV = (rows_CD @ head.T).to(exact)
                 if bias_V is not None:
                     logits_CV += bias_V
                 slope_CV = shape_logits(logits_CV, softcap, multiplier)
-                part, grad_CV = _softmax_loss(logits_CV, labels_N[positions].unsqueeze(1))
+                part, grad_CV = of_logits(logits_CV, positions)
                 loss += part
                 if not learn:
                     continue
@@ -150,7 +156,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for at, (part, dtype) in enumerate(zip(gradients, ctx.dtypes)):
             if part is not None:
                 gradients[at] = (part if is_one else part.mul_(grad)).to(dtype)
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def shape_logits(logits_CV: Tensor, softcap: float | None, multiplier: float) -> Tensor | None:
@@ -202,7 +208,24 @@ def chunked_cross_entropy(
     Pass `scale = 1 / labelled positions of the whole update` for token-mean gradients under any accumulation.
     Under autocast the products run in its dtype; log-sum-exp and sums are fp32. May be backpropagated once.
     """
-    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_VD, bias, labels_N, scale, softcap, multiplier
+    kept_K = (labels_N != IGNORED).nonzero().squeeze(1)
+
+    def of_logits(logits_CV: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return _softmax_loss(logits_CV, labels_N[positions].unsqueeze(1))
+
+    chunk = chunk_positions(head_VD.shape[0], hidden_ND.device.type)
+    return chunked_loss(hidden_ND, Head(head_VD, bias, softcap, multiplier), kept_K, of_logits, chunk, scale)
+
+
+def chunked_loss(
+    hidden_ND: Tensor, head: Head, kept_K: Tensor, of_logits: OfLogits, chunk: int, scale: float = 1.0
+) -> Tensor:
+    """`scale` times the sum of a loss of the logits at the positions `kept_K`, so many at a time as `chunk` says.
+
+    `of_logits` gives the sum over a chunk and the gradient with respect to its logits (as the head makes them).
+    May be backpropagated once.
+    """
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, head.weight, head.bias, kept_K, of_logits, chunk, scale, head.softcap, head.multiplier
     )
     return loss

@@ -37,7 +37,7 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
-    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config) + _evaluation_inputs(config))
+    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config) + evaluation_inputs(config))
     config, base, run, tokenizer = opened.config, opened.base, opened.run, opened.base.tokenizer
     found, stores = stores_of(config, run, tokenizer)
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
@@ -117,7 +117,7 @@ def stores_of(
     }
 
 
-def _evaluation_inputs(config: FinetuneConfig) -> list[str]:
+def evaluation_inputs(config: FinetuneConfig) -> list[str]:
     """The hashes of the evaluation files that rows are compared with."""
     return [artifact.hash_file(path) for source in config.decontaminate for path in source_files(source)]
 
@@ -126,7 +126,7 @@ def _key(config: FinetuneConfig) -> str:
     """The hash of everything that decides the tokens of the rows: files, settings, tokenizer, template, libraries."""
     files = [artifact.hash_file(path) for source in config.sources for path in source_files(source)]
     rows: list[Any] = [config.held_out, config.seed, config.row_tokens, config.strict, config.learn]
-    rows += _evaluation_inputs(config)
+    rows += evaluation_inputs(config)
     if config.text_share:
         rows += [config.text_share, config.num_epochs, *text_mix.inputs(config)]
     # With their paths, which rejected rows are named by.

@@ -84,7 +84,7 @@ def look_ahead(
     device = task.precision.device
     free = (room or room_bytes)(device)
     try:
-        memory_of, job = memory or forecast(), job_of(task, usual)
+        memory_of, job = _with_what_lies_beside(task, memory or forecast()), job_of(task, usual)
         asked, found = job, _first_look(job, memory_of, free)
         # By now what the run needs of libraries is loaded.
         outlook = Outlook(found, resident_bytes() if device == "cpu" else 0, free)
@@ -99,6 +99,25 @@ def look_ahead(
     if outlook.missing_bytes > 0:
         _refuse(task, job, outlook, memory_of)
     return usual.model_copy(update=_as_settings(job, relief.differing(asked, job))), outlook
+
+
+def _with_what_lies_beside(task: Task, memory_of: MemoryOf) -> MemoryOf:
+    """The prediction with what the task keeps on the device beside the model that is trained."""
+    beside = task.beside
+    if beside is None:
+        return memory_of
+
+    def of(job: Job) -> Memory:
+        found, more = memory_of(job), beside(job)
+        size = sum(more.values())
+        return replace(
+            found,
+            peak_allocated_bytes=found.peak_allocated_bytes + size,
+            peak_reserved_bytes=found.peak_reserved_bytes + size,
+            breakdown=found.breakdown | more,
+        )
+
+    return of
 
 
 def _first_look(job: Job, memory_of: MemoryOf, free: int) -> Memory:

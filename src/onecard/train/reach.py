@@ -18,6 +18,7 @@ from onecard import artifact, console
 from onecard.config import (
     AlignConfig,
     ClassifyConfig,
+    DistillConfig,
     FinetuneConfig,
     PauseConfig,
     PretrainConfig,
@@ -35,6 +36,7 @@ from onecard.train.status import Standing, describe, find, in_force, last_checkp
 KINDS: dict[str, type[TrainingConfig]] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
+    "distill": DistillConfig,
     "align": AlignConfig,
     "classify": ClassifyConfig,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from onecard.config import TrainingConfig
 from onecard.data.packing import Rows
+from onecard.plan.job import Job
 from onecard.settings import Auto
 from onecard.train.directory import RunDirectory
 from onecard.train.objectives import NextToken, Objective
@@ -49,6 +50,8 @@ class Task:
     start: Callable[[Any], None] | None = None
     # The transformers configuration of the model: its memory is predicted before it is built.
     architecture: Callable[[], Any] | None = None
+    # What lies on the device beside the model that is trained, such as a teacher, in bytes by name, for an update.
+    beside: Callable[[Job], dict[str, int]] | None = None
     packing: bool | Auto = "auto"
     # Made with whether rows are padded; one that says so takes packed rows apart itself.
     objective: Callable[[bool], Objective] = NextToken
