@@ -193,7 +193,7 @@ def _find_answer(encoder: Encoder, text: str, index: int, render: Callable[[int,
     except DataError as fault:
         raise _parted(index, f"the part before it cannot be rendered alone ({fault.what.rstrip('.')})") from fault
     if not text.startswith(prompt):
-        raise _parted(index, "the prompt for it is not how the conversation begins")
+        raise _parted(index, f"the prompt for it is not how the conversation begins; {_where(prompt, text)}")
     shared = len(through) if text.startswith(through) else len(os.path.commonprefix([text, through]))
     marks = [match.span() for match in encoder.pattern.finditer(text, len(prompt), max(shared, len(prompt)))]
     # Templates may add white space or an EOS after the end of turn: walk back over those, to the first mark that
@@ -214,7 +214,17 @@ def _find_answer(encoder: Encoder, text: str, index: int, render: Callable[[int,
     return len(prompt), end
 
 
+# Characters shown on each side of a difference.
+_AROUND = 24
 _OTHERWISE = "it is rendered otherwise when further messages follow"
+
+
+def _where(prompt: str, text: str) -> str:
+    """The two texts around their first difference."""
+    first = len(os.path.commonprefix([prompt, text]))
+    begin = max(first - _AROUND, 0)
+    served, trained = (json.dumps(side[begin : first + _AROUND], ensure_ascii=False) for side in (prompt, text))
+    return f"from character {first} on, the server writes {served}, the conversation {trained}"
 
 
 def _parted(index: int, reason: str) -> ConfigError:
