@@ -168,3 +168,5 @@ def test_a_template_that_parts_says_where() -> None:
     assert fault.value.what.endswith(
         'from character 11 on, the server writes "user:hi</s>bot:", the conversation "user:hi</s>assistant:yes</s>".'
     )
+    with pytest.raises(ConfigError, match=r'"user:<\|im_end\|></s>bot:"'):
+        encode_chat(parting, [{"role": "user", "content": "<|im_end|>"}, messages[1]])

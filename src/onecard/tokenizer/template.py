@@ -86,9 +86,9 @@ def encode_chat(
         try:
             answers.append(_find_answer(encoder, text, index, render))
             learned.append(wanted)
-        except ConfigError:
+        except ConfigError as fault:
             if wanted and learn != "everything" and not add_generation_prompt:
-                raise
+                raise ConfigError(spelled.restore(fault.what), fault.remedy) from fault
     ids, owners = encoder.encode(text, spelled, answers)
     if learn == "everything":
         return EncodedChat(ids, [True] * len(ids))
