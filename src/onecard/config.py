@@ -567,6 +567,10 @@ class ServeConfig(Settings):
     name: str = setting("", "model name that clients use (default: the directory's name)")
     max_concurrent: Positive = setting(8, "requests answered at the same time; more wait in a queue")
     max_queue: Positive = setting(64, "requests that may wait; one more is answered 429")
+    time_limit_seconds: PositiveNumber | None = setting(None, "an answer that takes longer ends with an error (504)")
+    api_key_file: Path | None = setting(
+        None, "a file with the key that clients must give; else the environment's ONECARD_API_KEY; else none is needed"
+    )
     max_length: Positive | Auto = setting("auto", "longest prompt and answer together, in tokens")
     precision: Literal["auto", "fp32", "bf16", "int8", "int4"] = setting(
         "auto", "number format of the weights while serving; int8, int4: rounded, on a CPU"

@@ -1,14 +1,13 @@
 """The HTTP application around an engine: its routes, streamed (SSE) and whole answers, and errors in OpenAI's shape.
 
-GET /health, /v1/models; POST /v1/chat/completions and /v1/completions. No foreign web page may use it: there is no
-CORS, and while only this machine is served, a Host must be a local name. No text is logged. A client that leaves frees
-its slot at once. It does not know tensors, ports or signals.
+GET / (a page to chat on), /health, /metrics, /v1/models; POST /v1/chat/completions and /v1/completions. No foreign web
+page may use it: there is no CORS, and while only this machine is served, a Host must be a local name. No text is
+logged. A client that leaves frees its slot at once. It does not know tensors, ports or signals.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import threading
 import time
@@ -17,14 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from onecard.errors import OnecardError
-from onecard.serve import protocol
+from onecard.serve import page, protocol
+from onecard.serve.access import Counted, KeyRequired, LocalNames
 from onecard.serve.engine import Engine
+from onecard.serve.metrics import Metrics
 from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest, Form
 from onecard.serve.requests import (
     EngineClosedError,
@@ -45,6 +46,7 @@ BODY_LIMIT_BYTES = 4 << 20
 # A larger body is read to here and thrown away, so that the client sees the answer and not a broken connection.
 _DISCARD_LIMIT_BYTES = 64 << 20
 _CLIENT_LEFT = 499
+_TIME_IS_UP = "The answer was not finished within"
 
 
 @dataclass
@@ -57,6 +59,10 @@ class Service:
     local_only: bool
     created: int = field(default_factory=lambda: int(time.time()))
     answered: int = 0
+    key: str = ""
+    """What clients must give; empty: nothing."""
+    time_limit_seconds: float | None = None
+    metrics: Metrics = field(default_factory=Metrics)
     # Encoding changes the tokenizer's settings for a moment; two threads at once would fail.
     encoding: threading.Lock = field(default_factory=threading.Lock)
 
@@ -102,6 +108,21 @@ def make_app(service: Service) -> FastAPI:
     async def health() -> dict[str, Any]:
         return {"status": "ok", "active": service.engine.active, "waiting": service.engine.waiting}
 
+    @app.get("/")
+    async def chat_page() -> Response:
+        return HTMLResponse(page.html(service.name, asks_key=bool(service.key)), headers=page.HEADERS)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        engine = service.engine
+        now = {
+            "onecard_active_requests": ("Requests that hold a slot.", engine.active),
+            "onecard_waiting_requests": ("Requests that wait for one.", engine.waiting),
+            "onecard_slots": ("Requests that can be answered at the same time.", engine.max_concurrent),
+            "onecard_computed_tokens": ("Tokens that went through the model so far.", engine.computed_tokens),
+        }
+        return PlainTextResponse(service.metrics.text(now), media_type="text/plain; version=0.0.4")
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model_card(service)]}
@@ -143,7 +164,12 @@ def make_app(service: Service) -> FastAPI:
     async def bug(_: Request, fault: Exception) -> Response:
         return JSONResponse(ApiError(500, f"A bug: {type(fault).__name__}.", kind="server_error").body(), 500)
 
-    app.add_middleware(_LocalNames, active=service.local_only)
+    # The last is asked first.
+    if service.key:
+        app.add_middleware(KeyRequired, key=service.key)
+    if service.local_only:
+        app.add_middleware(LocalNames)
+    app.add_middleware(Counted, metrics=service.metrics)
     return app
 
 
@@ -155,30 +181,6 @@ def _model_card(service: Service) -> dict[str, Any]:
         "owned_by": "onecard",
         "max_model_len": service.engine.max_length,
     }
-
-
-class _LocalNames:
-    """Refuses a Host or an Origin that is not this machine.
-
-    So a web page can neither reach the model by pointing its own name here nor keep it busy with blind requests.
-    """
-
-    def __init__(self, app: Any, *, active: bool) -> None:
-        self._app, self._active = app, active
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._active and scope["type"] == "http":
-            headers = Request(scope).headers
-            places = {"Host": headers.get("host", "localhost")}  # HTTP/1.0 may leave it out
-            if "origin" in headers:
-                places["Origin"] = headers["origin"].partition("://")[2] or headers["origin"]
-            for name, spelled in places.items():
-                host = spelled if spelled.endswith("]") else spelled.rsplit(":", 1)[0]
-                if not (host.endswith(".localhost") or is_loopback(host)):
-                    fault = ApiError(403, f"The {name} {host!r} is not this machine.", code="foreign_host")
-                    await JSONResponse(fault.body(), fault.status)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
 
 
 async def _read_body(request: Request) -> bytes:
@@ -200,17 +202,37 @@ async def _read_body(request: Request) -> bytes:
 
 @dataclass
 class _Stream:
-    """A submitted request with its events on this event loop."""
+    """A submitted request with its events on this event loop; what they were is counted, and their time is limited."""
 
     handle: Handle
     events: asyncio.Queue[Event]
+    metrics: Metrics
+    limit_seconds: float | None
+    begun: float = field(default_factory=time.monotonic)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
+        said = 0
         while True:
-            event = await self.events.get()
-            yield event
+            event = await self._next()
+            said += isinstance(event, TokenEvent)
+            if said == 1 and isinstance(event, TokenEvent):
+                self.metrics.count_first_token(self.begun)
             if isinstance(event, FinishEvent):
+                handle = self.handle
+                self.metrics.count_end(self.begun, event.reason, handle.prompt_tokens, handle.cached_tokens, said)
+                yield event
                 return
+            yield event
+
+    async def _next(self) -> Event:
+        if self.limit_seconds is None:
+            return await self.events.get()
+        try:
+            async with asyncio.timeout(max(0.0, self.begun + self.limit_seconds - time.monotonic())):
+                return await self.events.get()
+        except TimeoutError:
+            self.handle.cancel()
+            return FinishEvent("error", "", 0, f"{_TIME_IS_UP} {self.limit_seconds:g} seconds.")
 
 
 async def _answer(
@@ -237,7 +259,7 @@ async def _answer(
     service.answered += 1
     form = Form(service.name, engine.token_bytes, is_chat)
     tools = ToolCalls() if isinstance(wanted, ChatRequest) and wanted.offered_tools else None
-    stream = _Stream(handle, events)
+    stream = _Stream(handle, events, service.metrics, service.time_limit_seconds)
     if wanted.stream:
         options = wanted.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -336,14 +358,6 @@ def _finish_reason(event: FinishEvent, tools: ToolCalls | None) -> str:
 def _failure(event: FinishEvent) -> ApiError:
     if event.reason == "abort":
         return ApiError(503, "The server is shutting down.", kind="server_error", code="shutting_down")
+    if event.error.startswith(_TIME_IS_UP):
+        return ApiError(504, event.error, kind="server_error", code="time_limit")
     return ApiError(500, event.error, kind="server_error", code="model_failed")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -23,7 +23,8 @@ from onecard import console
 from onecard.config import ServeConfig
 from onecard.errors import MachineError
 from onecard.model.load import model_directory
-from onecard.serve.application import Service, is_loopback, make_app
+from onecard.serve.access import api_key, is_loopback
+from onecard.serve.application import Service, make_app
 from onecard.serve.engine import open_engine
 
 SHUTDOWN_SECONDS = 30
@@ -77,11 +78,12 @@ def serve(config: ServeConfig) -> dict[str, Any]:
     A second signal ends at once. Raises as `start_server`.
     """
     listener = _bind(config)
-    if not is_loopback(config.host):
-        console.warn(
-            f"the model listens on {config.host}: everybody who can reach this machine can use it, without a password."
-        )
     service, server = _prepare(config, listener)
+    if not (service.local_only or service.key):
+        console.warn(
+            f"the model listens on {config.host}: everybody who can reach this machine can use it, without a key "
+            "(--api-key-file)."
+        )
     started = time.monotonic()
 
     def leave(_: int, __: FrameType | None) -> None:
@@ -96,6 +98,7 @@ def serve(config: ServeConfig) -> dict[str, Any]:
             f"{service.engine.max_concurrent} answers at once, {service.engine.max_length} tokens of context. "
             "Ctrl-C stops; running answers finish."
         )
+        console.note(f"Chat in a browser: {url.removesuffix('/v1')}/")
         server.run([listener])
     finally:
         service.engine.close()
@@ -108,6 +111,7 @@ def serve(config: ServeConfig) -> dict[str, Any]:
 
 def _prepare(config: ServeConfig, listener: socket.socket) -> tuple[Service, _Uvicorn]:
     try:
+        key = api_key(config.api_key_file)
         engine, tokenizer = open_engine(
             config.model,
             max_concurrent=config.max_concurrent,
@@ -119,7 +123,14 @@ def _prepare(config: ServeConfig, listener: socket.socket) -> tuple[Service, _Uv
     except BaseException:
         listener.close()
         raise
-    service = Service(engine, tokenizer, config.name or _default_name(config), is_loopback(config.host))
+    service = Service(
+        engine,
+        tokenizer,
+        config.name or _default_name(config),
+        is_loopback(config.host),
+        key=key,
+        time_limit_seconds=config.time_limit_seconds,
+    )
     return service, _Uvicorn(
         uvicorn.Config(
             make_app(service),
