@@ -158,6 +158,17 @@ def test_an_answer_that_takes_too_long_ends_and_frees_its_slot(
         time.sleep(0.01)
 
 
+def test_who_leaves_is_counted(running: RunningServer) -> None:
+    before = measured(running).get('onecard_finished_total{reason="left"}', 0)
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", running.url + "/chat/completions", json=body) as answer:
+        next(answer.iter_lines())
+    limit = time.monotonic() + 3
+    while measured(running).get('onecard_finished_total{reason="left"}', 0) == before:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
 def test_the_page_loads_nothing_and_runs_its_own_script_only(running: RunningServer) -> None:
     answer = httpx.get(root(running) + "/")
     assert answer.headers["content-type"].startswith("text/html")

@@ -211,18 +211,19 @@ class _Stream:
     begun: float = field(default_factory=time.monotonic)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        said = 0
-        while True:
-            event = await self._next()
-            said += isinstance(event, TokenEvent)
-            if said == 1 and isinstance(event, TokenEvent):
-                self.metrics.count_first_token(self.begun)
-            if isinstance(event, FinishEvent):
-                handle = self.handle
-                self.metrics.count_end(self.begun, event.reason, handle.prompt_tokens, handle.cached_tokens, said)
+        said, reason, handle = 0, "left", self.handle
+        try:
+            while reason == "left":
+                event = await self._next()
+                if isinstance(event, FinishEvent):
+                    reason = event.reason
+                else:
+                    said += 1
+                    if said == 1:
+                        self.metrics.count_first_token(self.begun)
                 yield event
-                return
-            yield event
+        finally:
+            self.metrics.count_end(self.begun, reason, handle.prompt_tokens, handle.cached_tokens, said)
 
     async def _next(self) -> Event:
         if self.limit_seconds is None:
