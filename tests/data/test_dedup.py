@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onecard.data.dedup import bands_for, digests, estimate, jaccard, shingles, signatures
+from onecard.data.dedup import bands_for, digests, estimate, jaccard, shingles, shingles_of, signatures
 
 FIRST = "机器学习模型需要大量高质量的数据才能取得好的效果，清洗数据往往比调整参数更重要。"
 SECOND = "机器学习模型需要大量高质量数据才能取得好的效果，清洗数据往往比调整参数更加重要！"
@@ -30,6 +30,23 @@ def test_grams_of_words_by_hand() -> None:
     assert set(shingles("THE CAT SAT").tolist()) < set(grams.tolist())
     # the cat sat, cat sat on are common; of 4 + 3 two stand twice.
     assert jaccard(grams, shingles("the cat sat on a")) == pytest.approx(2 / 5)
+
+
+def test_many_together_are_what_each_is_alone() -> None:
+    texts = [
+        FIRST,
+        "",
+        "The cat sat on the mat, the cat sat on it.",
+        "一",
+        "Ünder 𠀀 the cat sat",
+        "a b",
+        SECOND,
+        FIRST,
+    ]
+    for text, found in zip(texts, shingles_of(texts), strict=True):
+        assert found.tolist() == shingles(text).tolist()
+    # the cat sat, cat sat on, sat on the, on the mat, the mat, the ... : two of the nine stand twice.
+    assert [len(found) for found in shingles_of(texts)][1:4] == [0, 7, 0]
 
 
 def test_short_texts_are_not_equal_for_being_short() -> None:

@@ -37,6 +37,16 @@ def test_equal_to_each_alone(seed: int) -> None:
         assert found.spans.tolist() == rules.span_hashes(codes).tolist()
 
 
+def test_spans_in_any_place_are_numbered_alike() -> None:
+    base, letters = 0x9E3779B97F4A7C15, "".join(random.Random(1).choices("abcdefgh", k=40_000))
+    spans = rules.span_hashes(characters.codes_of(letters)).tolist()
+    assert len(spans) == 40_000 - 9
+    for place in (0, 16_374, 16_375, 16_383, 16_384, 32_768, 39_990):  # where portions end and begin, and between
+        by_hand = sum(ord(letters[place + at]) * base ** (9 - at) for at in range(10)) % 2**64
+        assert spans[place] == by_hand
+    assert rules.span_hashes(characters.codes_of("nine char")).tolist() == []
+
+
 @pytest.mark.parametrize("given", [[], [""], ["", ""], ["one"]])
 def test_few_and_empty(given: list[str]) -> None:
     assert [found.text for found in screen(given)] == given

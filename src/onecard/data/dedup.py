@@ -7,8 +7,9 @@ else of words (64-bit hashes). MinHash: Broder 1997; banding: Indyk and Motwani 
 
 from __future__ import annotations
 
+import array
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ PERMUTATIONS = 128
 _SEED = 1
 _GRAM = 3
 _FACTOR = 0x9E3779B97F4A7C15
+# The hashes of so many characters are kept: a text has few beyond, and of these mostly the first.
+_TABULATED = 1 << 16
 # So many powers are kept for short texts, for long ones, and for many together.
 _POWERS = (1 << 12, 1 << 16, 1 << 21)
 
@@ -42,10 +45,29 @@ def shingles(text: str) -> Hashes:
 
     Runs of spaces count as one, and case does not count. A text shorter than a 3-gram has none.
     """
+    return shingles_of([text])[0]
+
+
+def shingles_of(texts: Sequence[str]) -> list[Hashes]:
+    """`shingles` of many texts, found in one pass; memory grows with their length, by about 50 bytes a character."""
     import numpy as np
 
-    grams = _character_grams([folded(text)])[0] if rules.is_unspaced(text) else _word_grams([text.casefold()])[0]
-    return np.unique(grams)
+    made: list[Hashes] = [np.empty(0, dtype=np.uint64)] * len(texts)
+    for places, grams, counts in _grams(texts):
+        ends = np.cumsum(counts).tolist()
+        for place, start, end in zip(places, [0, *ends], ends):
+            made[place] = _distinct(grams[start:end])
+    return made
+
+
+def _distinct(grams: Hashes) -> Hashes:
+    """Each value once, sorted; for so few numbers quicker than np.unique. The given ones are sorted in place."""
+    import numpy as np
+
+    grams.sort()
+    first = np.ones(len(grams), dtype=bool)
+    np.not_equal(grams[1:], grams[:-1], out=first[1:])
+    return grams[first]
 
 
 def jaccard(first: Hashes, second: Hashes) -> float:
@@ -78,15 +100,7 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
     made = Signatures(
         np.zeros((len(texts), bands), dtype=np.uint32), np.zeros((len(texts), PERMUTATIONS), dtype=np.uint8)
     )
-    unspaced = rules.are_unspaced(texts)
-    for of_characters in (True, False):
-        places = [place for place, one in enumerate(unspaced) if one is of_characters]
-        if not places:
-            continue
-        if of_characters:
-            grams, counts = _character_grams([folded(texts[place]) for place in places])
-        else:
-            grams, counts = _word_grams([texts[place].casefold() for place in places])
+    for places, grams, counts in _grams(texts):
         hashes = _minimal_hashes(grams, counts)
         made.sketches[places] = (hashes & 0xFF).astype(np.uint8)
         rows = hashes.reshape(len(places), bands, PERMUTATIONS // bands).astype(np.uint64)
@@ -99,6 +113,17 @@ def signatures(texts: Sequence[str], bands: int) -> Signatures:
     return made
 
 
+def _grams(texts: Sequence[str]) -> Iterator[tuple[list[int], Hashes, NDArray[np.int64]]]:
+    """For the texts without spaces between words, then for the others: their places, grams, and how many each has."""
+    unspaced = rules.are_unspaced(texts)
+    for of_characters in (True, False):
+        places = [place for place, one in enumerate(unspaced) if one is of_characters]
+        if places and of_characters:
+            yield places, *_character_grams([folded(texts[place]) for place in places])
+        elif places:
+            yield places, *_word_grams([texts[place].casefold() for place in places])
+
+
 def _minimal_hashes(grams: Hashes, counts: NDArray[np.int64]) -> NDArray[np.uint32]:
     """(texts, 128): the smallest value of each of 128 hash functions over the grams of each text."""
     import numpy as np
@@ -106,7 +131,8 @@ def _minimal_hashes(grams: Hashes, counts: NDArray[np.int64]) -> NDArray[np.uint
 
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(mixed(grams), starts, PERMUTATIONS, _SEED)
-    return np.array(matrix.to_rows(), dtype=np.uint32).reshape(len(counts), PERMUTATIONS)
+    rows = b"".join([array.array("I", row) for row in matrix.to_rows()])  # numpy takes a list of lists more slowly
+    return np.frombuffer(rows, dtype=np.uintc).astype(np.uint32).reshape(len(counts), PERMUTATIONS)
 
 
 def estimate(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -167,7 +193,8 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
     change = np.flatnonzero(spaces[1:] != spaces[:-1])
     starts, ends = change[::2], change[1::2]
     powers, inverses = _powers(next((size for size in _POWERS if size > len(codes)), 2 * len(codes)))
-    hashed = _code_hashes()[codes] if codes.dtype == np.uint8 else mixed(codes.astype(np.uint64))
+    tabulated = codes.dtype == np.uint8 or not len(codes) or int(codes.max()) < _TABULATED
+    hashed = _code_hashes()[codes] if tabulated else mixed(codes.astype(np.uint64))
     sums = np.concatenate((np.zeros(1, dtype=np.uint64), np.cumsum(hashed * powers[: len(codes)])))
     begins = np.cumsum([0, *(len(text) + 1 for text in texts)])
     counts = np.diff(np.searchsorted(starts, begins))
@@ -178,7 +205,7 @@ def word_hashes(texts: Sequence[str]) -> tuple[Hashes, NDArray[np.int64]]:
 def _code_hashes() -> Hashes:
     import numpy as np
 
-    return mixed(np.arange(256, dtype=np.uint64))
+    return mixed(np.arange(_TABULATED, dtype=np.uint64))
 
 
 @functools.lru_cache(maxsize=len(_POWERS) + 1)

@@ -11,6 +11,7 @@ blocks, then their own. Memory grows by about 50 bytes a document and 8 for each
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ EXACT = 2.0
 _BLOCK_DOCUMENTS = 100_000
 _PAIRS_AT_ONCE = 100_000
 _PAIRS_A_CALL = 1_000
+_BYTES_COMPARED_AT_ONCE = 500_000
 # The estimate of 128 hashes deviates by about 0.045; over four times that below the threshold is no match.
 _ESTIMATE_MARGIN = 0.2
 
@@ -379,13 +381,15 @@ def similarities(folder: Path, first: Integers, second: Integers) -> NDArray[np.
     import numpy as np
 
     found = np.empty(len(first))
+    # Pairs of so much text at once: for each pair alone numpy's calls would cost more than its work.
+    portions = np.cumsum(first[:, 2] + second[:, 2]) // _BYTES_COMPARED_AT_ONCE
+    cuts = [0, *(np.flatnonzero(np.diff(portions)) + 1).tolist(), len(first)]
     with TextReader(folder) as texts:
-        known: tuple[int, ...] = ()
-        of = np.empty(0, dtype=np.uint64)
-        for at, (one, other) in enumerate(zip(map(tuple, first.tolist()), map(tuple, second.tolist()))):
-            if other != known:
-                known, of = other, dedup.shingles(texts.read(*other))
-            found[at] = dedup.jaccard(dedup.shingles(texts.read(*one)), of)
+        for begin, end in itertools.pairwise(cuts):
+            ones, others = (list(map(tuple, part[begin:end].tolist())) for part in (first, second))
+            places = list(dict.fromkeys([*others, *ones]))
+            of = dict(zip(places, dedup.shingles_of([texts.read(*place) for place in places])))
+            found[begin:end] = [dedup.jaccard(of[one], of[other]) for one, other in zip(ones, others)]
     return found
 
 

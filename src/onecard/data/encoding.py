@@ -52,6 +52,7 @@ _BINARY_MAGIC = (
     b"OggS",
 )  # fmt: skip
 _TEXT_CONTROLS = frozenset("\t\n\r\v\f\x1b\0")
+_CONTROLS = [chr(code) for code in range(32) if chr(code) not in _TEXT_CONTROLS]
 
 # Where ISO 8859-2 has š, ž, ś and ź, and Windows-1250 rarer things; its own letters lie among the controls.
 _LATIN_2_LETTERS = re.compile(b"[\xb6\xb9\xbc\xbe]")
@@ -277,8 +278,7 @@ def _everyday_share(text: str) -> float:
 
 
 def _control_share(text: str) -> float:
-    controls = sum(character < " " and character not in _TEXT_CONTROLS for character in text)
-    return controls / max(len(text), 1)
+    return sum(map(text.count, _CONTROLS)) / max(len(text), 1)
 
 
 def _share_of_letters(text: str) -> float:

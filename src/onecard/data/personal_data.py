@@ -57,7 +57,10 @@ _ACCOUNT = re.compile(
     r"|(QQ(?:号码?|群号?)?)[1-9][0-9]{4,11}(?![0-9])",
     re.IGNORECASE,
 )
+# What every account begins with; without regard to case a search is ten times slower, and few texts need that one.
+_ACCOUNT_BEGINNING = re.compile("[微薇威Vv]信|[QqＱｑ]{2}|扣扣|[Vv][Xx]")
 _ACCOUNT_MARKS = ("信", "QQ", "qq", "ＱＱ", "扣扣", "VX", "vx")
+_INSIDE_IP = re.compile(r"\.[0-9]{1,3}\.[0-9]")  # found quickly, since it begins with one certain character
 _IP = re.compile(r"[0-9][0-9]{0,2}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z_-]|\.[0-9])")
 # Four small numbers are more often a version or a section than somebody's address.
 _SMALLEST_LARGE_OCTET = 64
@@ -87,9 +90,10 @@ def masked(text: str, kinds: Collection[str], *, chinese: bool) -> tuple[str, Co
         text = _with_masked_addresses(text, mask)
     if not _KINDS_OF_NUMBERS.isdisjoint(kinds):
         text = _with_masked_numbers(text, kinds, mask)
-    if "ip" in kinds and text.count(".") >= 3:
+    if "ip" in kinds and _INSIDE_IP.search(text):
         text = _IP.sub(lambda match: mask("ip") if _is_public(match) else match[0], text)
-    if "account" in kinds and chinese and any(mark in text for mark in _ACCOUNT_MARKS):
+    marked = "account" in kinds and chinese and any(mark in text for mark in _ACCOUNT_MARKS)
+    if marked and _ACCOUNT_BEGINNING.search(text):
         text = _ACCOUNT.sub(lambda match: (match[1] or match[2]) + mask("account"), text)
     if "plate" in kinds and chinese:
         text = _PLATE.sub(lambda _: mask("plate"), text)

@@ -63,6 +63,11 @@ def encodable(text: str) -> str:
     Bytes of a name that the locale cannot express become what they mean in UTF-8, all others U+FFFD.
     """
     try:
+        text.encode()
+        return text  # hardly any text needs more
+    except UnicodeEncodeError:
+        pass
+    try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:
         return _SURROGATES.sub("\ufffd", text)

@@ -290,7 +290,7 @@ def _is_traditional(text: str) -> bool:
 def _is_english(words: list[str]) -> bool:
     """Whether the words that fill English sentences are there, and more of them than of other languages' words."""
     common = sum(map(_ENGLISH_WORDS.__contains__, words))
-    if sum(map(_FOREIGN_WORDS.__contains__, words)) > common:
+    if not _FOREIGN_WORDS.isdisjoint(words) and sum(map(_FOREIGN_WORDS.__contains__, words)) > common:
         return False
     # Finnish without accents, or program text, has hardly any of either; a short text may have none by chance.
     return len(words) < 30 or common >= 0.08 * len(words)
@@ -307,6 +307,8 @@ def _sample(text: str) -> str:
 
 def is_unspaced(text: str) -> bool:
     """True for text of which most is written without spaces between words (Chinese, Japanese, Thai ...)."""
+    if text.isascii():
+        return False
     counts = characters.count(characters.codes_of(_sample(text)))
     return 4 * (counts.han + counts.kana + counts.unspaced) > counts.letters
 
@@ -315,7 +317,8 @@ def are_unspaced(texts: Sequence[str]) -> list[bool]:
     """`is_unspaced` of many texts at once."""
     import numpy as np
 
-    samples = [_sample(text) for text in texts]
+    # ASCII has no such characters: nothing to count.
+    samples = ["" if text.isascii() else _sample(text) for text in texts]
     lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
     found = characters.count_each(characters.codes_of("".join(samples)), lengths)
     return [4 * (counts.han + counts.kana + counts.unspaced) > counts.letters for counts in found]
@@ -326,6 +329,7 @@ def are_unspaced(texts: Sequence[str]) -> list[bool]:
 SPAN_CHARACTERS = 10
 # Natural text repeats more short spans the longer it is; the share is taken over pieces of this size.
 _PIECE_CHARACTERS = 20_000
+_SPANS_AT_ONCE = 16_384  # what is made on the way to so many stays in the cache of a core
 _SHORT_CHARACTERS = 200  # up to here a set is quicker than arrays
 _BASE = 0x9E3779B97F4A7C15  # odd and without pattern: equal sums of ten characters are equal characters
 
@@ -377,14 +381,17 @@ def span_hashes(codes: Codes) -> npt.NDArray[np.uint64]:
     """A number for each span of 10 characters, put together from those of 2, 4 and 8."""
     import numpy as np
 
-    if len(codes) < SPAN_CHARACTERS:
-        return np.empty(0, dtype=np.uint64)
+    count = max(len(codes) - SPAN_CHARACTERS + 1, 0)
     power = [np.uint64(pow(_BASE, exponent, 1 << 64)) for exponent in (1, 2, 4)]
-    one = codes.astype(np.uint64)
-    two = one[:-1] * power[0] + one[1:]
-    four = two[:-2] * power[1] + two[2:]
-    eight = four[:-4] * power[2] + four[4:]
-    return eight[:-2] * power[1] + two[8:]
+    made = np.empty(count, dtype=np.uint64)
+    for start in range(0, count, _SPANS_AT_ONCE):
+        stop = min(start + _SPANS_AT_ONCE, count)
+        one = codes[start : stop + SPAN_CHARACTERS - 1].astype(np.uint64)
+        two = one[:-1] * power[0] + one[1:]
+        four = two[:-2] * power[1] + two[2:]
+        eight = four[:-4] * power[2] + four[4:]
+        np.add(eight[:-2] * power[1], two[8:], out=made[start:stop])
+    return made
 
 
 def symbol_ratio(text: str) -> float:
