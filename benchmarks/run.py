@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -208,52 +207,14 @@ def clean(arguments: argparse.Namespace) -> list[str]:
 
 
 def serve(arguments: argparse.Namespace) -> list[str]:
-    """Tokens a second of one request at a time and of eight at once, over HTTP."""
+    """Tokens a second of one answer at a time and of eight at once."""
+    import serve as serving
+
     model = arguments.model
     if not model.exists():
         raise FileNotFoundError(f"{model} (make quickstart makes it)")
-    from onecard.config import ServeConfig
-    from onecard.serve.client import ask
-    from onecard.serve.server import start_server
-
-    questions = [
-        "你是谁",
-        "What is AI?",
-        "Tell me a joke",
-        "什么是人工智能",
-        "Who made you?",
-        "Hello",
-        "你好吗",
-        "What do you eat?",
-    ]
-    server = start_server(ServeConfig(model=model, port=0))
-    try:
-        ask(server.url, server.model_name, "warm up", 8)
-        started = time.perf_counter()
-        alone = sum(ask(server.url, server.model_name, q, 64).completion_tokens for q in questions)
-        alone_seconds = time.perf_counter() - started
-        counts = [0] * 32
-
-        def one(index: int) -> None:
-            counts[index] = ask(server.url, server.model_name, questions[index % 8], 64).completion_tokens
-
-        started = time.perf_counter()
-        for first in range(0, 32, 8):
-            threads = [threading.Thread(target=one, args=(first + offset,)) for offset in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        together_seconds = time.perf_counter() - started
-    finally:
-        server.stop()
-    single, eight = alone / alone_seconds, sum(counts) / together_seconds
-    return [
-        "### Serving",
-        "",
-        f"{model}: {single:,.0f} tokens/s one request at a time, {eight:,.0f} tokens/s with eight at once "
-        f"({eight / single:.1f} times).",
-    ]
+    llama = (arguments.llama, arguments.gguf.resolve()) if arguments.llama and arguments.gguf else None
+    return serving.part(model, arguments.pairs or 3, llama)
 
 
 def speeds(_: argparse.Namespace) -> list[str]:
@@ -331,6 +292,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=0, help="rounds of a part (0: its own number)")
     parser.add_argument("--rows", action="append", default=[], help="chats to fine-tune on: a file or folder")
     parser.add_argument("--model", type=Path, default=Path("runs/quickstart/finetune"), help="what is served")
+    parser.add_argument("--llama", type=Path, help="a folder with node-llama-cpp (npm), to be served beside")
+    parser.add_argument("--gguf", type=Path, help="the file that it reads")
     parser.add_argument("--model-to-tune", type=Path, help="a chat model's directory, instead of SmolLM2-135M")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: whether everything runs, not how fast")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file whose sections are replaced")
