@@ -272,3 +272,19 @@ def test_settings_that_nothing_uses_are_named(
     said = capsys.readouterr().err
     assert "target_modules is not used" in said and "lora_alpha" not in said
     assert "early_stopping is not used" in said and "keep_best" not in said
+
+
+def test_a_base_whose_weights_are_no_numbers_is_refused_before_the_first_update(
+    tmp_path: Path, tiny_model_directory: Path
+) -> None:
+    write_chats(tmp_path / "chats.jsonl")
+    model = load_model(tiny_model_directory)
+    name, weight = next((name, weight) for name, weight in model.named_parameters() if "up_proj" in name)
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model_directory, broken)
+    model.save_pretrained(broken)
+    with pytest.raises(ArtifactError, match=name):
+        tuned(tmp_path, broken)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
