@@ -62,7 +62,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _onecard(path: Path, precision: str, prompts: Sequence[list[int]]) -> tuple[Callable[[], dict[str, float]], Any]:
     """What measures onecard's engine in one precision, and the engine (to be closed)."""
-    from onecard.serve.engine import open_engine
+    from onecard.serve.opening import open_engine
     from onecard.serve.requests import GenerationParameters, TokenEvent
     from onecard.serve.sampling import SamplingParameters
 

@@ -45,7 +45,7 @@ SET_BY_RUN = {"output", "overwrite", "dry_run"}
 # So many results of a stage that a change replaced stay in previous/.
 KEPT_BEFORE = 2
 # What decides nothing about a stage's content.
-_FREE = SET_BY_RUN | {"workers", "keep_last", "keep_best", "keep_every", "log_every"}
+_FREE = SET_BY_RUN | {"workers", "engine", "ray_address", "keep_last", "keep_best", "keep_every", "log_every"}
 _FREE |= {"pause_above_celsius", "when_hot", "electricity_price", "currency", "detach", "check_memory"}
 
 
@@ -374,7 +374,7 @@ class _Walk:
             console.note(f"  serving {console.short_path(directory)} at {server.url}")
             answers = []
             for question in config.questions:
-                answer = ask(server.url, server.model_name, question, config.max_new_tokens)
+                answer = ask(server.url, server.model_name, question, config.max_new_tokens, server.service.key)
                 answers.append({"question": question, "text": answer.text, "finish_reason": answer.finish_reason})
             return answers
         finally:

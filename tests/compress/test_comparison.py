@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onecard.compress.comparison import Comparison, Measured, Prompt, compare
+from onecard.compress.comparison import Comparison, Measured, Prompt, compare, gather
 from onecard.config import ComparedConfig
+from onecard.errors import DataError
 from onecard.evaluate.answers import Generated
 from onecard.evaluate.perplexity import Score
+from onecard.model.load import load_tokenizer
+from onecard.tokenizer.template import encode_chat
 
 
 def example() -> Comparison:
@@ -63,9 +68,14 @@ def test_the_page_shows_what_differs_most(tmp_path: Path) -> None:
     assert written["made"]["bits_per_byte"]["en"] == pytest.approx(105 / 100 / 0.693147, rel=1e-5)
 
 
+def measured(model: Path, config: ComparedConfig) -> Comparison:
+    """A model beside itself."""
+    return compare(model, model, gather(config, model), config, "The copy")
+
+
 def test_a_model_is_the_same_as_itself(tiny_model_directory: Path, tiny_corpus: Path) -> None:
     config = ComparedConfig(corpus=tiny_corpus, question_count=4, max_new_tokens=6, text_kilobytes=1)
-    found = compare(tiny_model_directory, tiny_model_directory, config, "The copy")
+    found = measured(tiny_model_directory, config)
     assert found.different() == []
     assert len(found.prompts) == 2
     assert found.original.languages == found.made.languages
@@ -76,7 +86,7 @@ def test_a_model_is_the_same_as_itself(tiny_model_directory: Path, tiny_corpus: 
 
 
 def test_without_text_and_questions_beginnings_are_continued(tiny_model_directory: Path) -> None:
-    found = compare(tiny_model_directory, tiny_model_directory, ComparedConfig(max_new_tokens=2), "The copy")
+    found = measured(tiny_model_directory, ComparedConfig(max_new_tokens=2))
     assert found.asked == "continues"
     assert len(found.prompts) == 10
     assert found.original.languages == {}
@@ -86,13 +96,41 @@ def test_questions_are_answered_and_judged(tiny_model_directory: Path, tmp_path:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"q {i}", "completion": f"a {i}"}) + "\n" for i in range(30)))
     config = ComparedConfig.model_validate({"questions": [str(rows)], "question_count": 5, "max_new_tokens": 3})
-    found = compare(tiny_model_directory, tiny_model_directory, config, "The copy")
+    found = measured(tiny_model_directory, config)
     assert found.asked == "answers"
     places = [int(prompt.text.split()[1]) for prompt in found.prompts]
     assert places == sorted(places)
     assert [prompt.reference for prompt in found.prompts] == [f"a {i}" for i in places]
     assert set(found.accuracy()) == {"exact_match", "f1"}
     other = ComparedConfig.model_validate({"questions": [str(rows)], "question_count": 5, "seed": 1})
-    assert [p.text for p in compare(tiny_model_directory, tiny_model_directory, other, "x").prompts] != [
-        p.text for p in found.prompts
+    assert [p.text for p in gather(other, tiny_model_directory).prompts] != [p.text for p in found.prompts]
+
+
+def test_what_the_template_refuses_is_left_out_before_long_work(
+    tiny_model_directory: Path, tmp_path: Path, capfd: Any
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_directory, model)
+    template = model / "chat_template.jinja"
+    refusing = "{%- if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{%- endif %}"
+    template.write_text(refusing + template.read_text(encoding="utf-8"), encoding="utf-8")
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    rows = [
+        {"messages": [{"role": "system", "content": "s"}, *chat]},
+        {"messages": chat},
+        {"messages": chat, "tools": tools},
     ]
+    places = [tmp_path / "all.jsonl", tmp_path / "refused.jsonl"]
+    for place, some in zip(places, (rows, rows[:1])):
+        place.write_text("".join(json.dumps(row) + "\n" for row in some))
+    config = ComparedConfig.model_validate({"questions": [str(places[0])]})
+    found = gather(config, model).prompts
+    tokenizer = load_tokenizer(model)
+    assert [prompt.ids for prompt in found] == [
+        encode_chat(tokenizer, chat[:1], tools=given, add_generation_prompt=True).ids for given in (None, tools)
+    ]
+    assert found[0].ids != found[1].ids
+    assert "1 questions are left out" in capfd.readouterr().err
+    with pytest.raises(DataError, match="refuses every question"):
+        gather(ComparedConfig.model_validate({"questions": [str(places[1])]}), model)

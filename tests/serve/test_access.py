@@ -15,10 +15,12 @@ import openai
 import pytest
 import torch
 
-from onecard.config import ServeConfig
+from onecard import pipeline
+from onecard.config import AskConfig, ServeConfig
 from onecard.errors import ConfigError
 from onecard.serve import page
 from onecard.serve.access import KEY_VARIABLE, api_key
+from onecard.serve.client import ServerError, ask
 from onecard.serve.metrics import Metrics
 from onecard.serve.server import RunningServer, start_server
 
@@ -53,6 +55,27 @@ def test_who_has_no_key_is_refused(guarded: RunningServer) -> None:
         guarded.url + "/chat/completions", json=body, headers=[(b"authorization", "Bearer geheim-密".encode())]
     )
     assert right.status_code == 200
+
+
+def test_ask_gives_the_key(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(guarded.url, "tiny", "你好", 2, "geheim-密").completion_tokens <= 2
+    with pytest.raises(ServerError, match="401"):
+        ask(guarded.url, "tiny", "你好", 2)
+    monkeypatch.setattr("onecard.serve.client.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ServerError, match="401"):
+        ask(guarded.url, "tiny", "你好", 2, "geheim")
+
+
+@pytest.mark.parametrize("through_openai", [True, False])
+def test_a_recipe_asks_its_model_where_the_environment_holds_a_key(
+    tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch, through_openai: bool
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "plain")
+    if not through_openai:
+        monkeypatch.setattr("onecard.serve.client.importlib.util.find_spec", lambda name: None)
+    walk = pipeline._Walk.__new__(pipeline._Walk)
+    answers = walk._ask(AskConfig(questions=["你好"], max_new_tokens=2), tiny_model_directory)
+    assert [answer["question"] for answer in answers] == ["你好"]
 
 
 def test_openai_s_client_gives_the_key(tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

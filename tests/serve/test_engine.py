@@ -14,7 +14,8 @@ import torch
 
 from onecard.errors import ConfigError
 from onecard.model.load import load_model, load_tokenizer
-from onecard.serve.engine import Engine, context_length, sampling_defaults
+from onecard.serve.engine import Engine
+from onecard.serve.opening import context_length
 from onecard.serve.requests import (
     EngineClosedError,
     FinishEvent,
@@ -24,7 +25,7 @@ from onecard.serve.requests import (
     QueueFullError,
     TokenEvent,
 )
-from onecard.serve.sampling import SamplingParameters
+from onecard.serve.sampling import SamplingParameters, sampling_defaults
 
 GREEDY = SamplingParameters(temperature=0)
 

@@ -10,12 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from onecard import console
+from onecard.compress.quantize import quantize
+from onecard.config import QuantizeConfig
 from onecard.errors import ConfigError
 from onecard.model.load import load_model, load_tokenizer
 from onecard.serve import native, opening
-from onecard.serve.engine import Engine, open_engine
+from onecard.serve.engine import Engine
+from onecard.serve.opening import open_engine
 from onecard.serve.requests import GenerationParameters, TokenEvent
 from onecard.serve.sampling import SamplingParameters
+from onecard.settings import build as build_settings
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C++ compiler")
 
@@ -93,6 +97,9 @@ def test_what_it_does_not_know_is_left_to_the_model(monkeypatch: pytest.MonkeyPa
     odd = LlamaConfig(**{**SIZES, "intermediate_size": 90})
     assert not native.supports(build(odd))
     assert not native.supports(build(LlamaConfig(**SIZES, hidden_act="gelu")))
+    # Its angles follow the longest request of a step.
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}
+    assert not native.supports(build(LlamaConfig(**SIZES, rope_scaling=dynamic)))
     build(odd).save_pretrained(tmp_path)
     _, decoder_of = opening.open_model(tmp_path, "auto")
     assert not decoder_of(1, 64).mixes
@@ -108,6 +115,51 @@ def test_what_it_does_not_know_is_left_to_the_model(monkeypatch: pytest.MonkeyPa
     _, decoder_of = opening.open_model(tmp_path / "other", "auto")
     assert not decoder_of(1, 64).mixes
     assert "compiled step" in said[0]
+
+
+def test_compiled_code_that_cannot_be_loaded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(console, "note", said.append)
+
+    def refuse(path: str) -> None:
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", refuse)
+    native.library.cache_clear()
+    try:
+        assert native.library() is None
+    finally:
+        native.library.cache_clear()
+    assert "cannot be loaded (failed to map" in said[-1]
+
+
+def test_integers_that_are_stored_are_served_as_they_are(
+    tiny_model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    quantize(
+        build_settings(
+            QuantizeConfig,
+            {
+                "model": str(tiny_model_directory),
+                "output": str(tmp_path / "made"),
+                "format": "int4",
+                "max_new_tokens": 1,
+            },
+        )
+    )
+    made = tmp_path / "made"
+    ids = list(range(20, 40))
+
+    def logits(precision: str) -> torch.Tensor:
+        _, decoder_of = opening.open_model(made, precision)
+        return decoder_of(1, 64).step(ids, [0] * 20, range(20), range(20))
+
+    wanted = logits("auto")
+    for precision in ("int4", "bf16"):
+        assert torch.equal(logits(precision), wanted)
+    with pytest.raises(ConfigError, match="int4 already"):
+        opening.open_model(made, "int8")
 
 
 def answers(engine: Engine, prompts: list[list[int]], count: int = 12) -> list[list[int]]:

@@ -148,6 +148,52 @@ def test_answers_of_the_teacher_are_learned(
         learned(tmp_path, tiny_model_directory, teacher, answers="teacher", output=str(tmp_path / "none"))
 
 
+def test_what_the_teacher_cannot_be_asked_is_counted_and_tools_stay(
+    tmp_path: Path, tiny_model_directory: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    from onecard.model import generation
+
+    other = tmp_path / "teacher"
+    shutil.copytree(teacher, other)
+    template = other / "chat_template.jinja"
+    refusing = "{%- if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{%- endif %}"
+    template.write_text(refusing + template.read_text(encoding="utf-8"), encoding="utf-8")
+    said = load_tokenizer(teacher).encode("Perhaps.", add_special_tokens=False)
+    monkeypatch.setattr(
+        generation, "generate", lambda model, prompts, **_: [generation.Generated(said, "stop")] * len(prompts)
+    )
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    rows = [
+        {"messages": chat, "tools": tools},
+        {"messages": [{"role": "system", "content": "Be kind."}, *chat]},
+        {"messages": chat[:1]},
+        {"messages": [{"role": "user", "content": "Where?"}, chat[1]]},
+    ]
+    source = tmp_path / "asked.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    learned(
+        tmp_path, tiny_model_directory, other, sources=[str(source)], answers="teacher", distillation_weight=0.0,
+        held_out=0.0, max_steps=1, max_length=256,
+    )  # fmt: skip
+    answered = [json.loads(line) for line in (tmp_path / "run" / verb.ANSWERS).read_text().splitlines()]
+    assert answered[0] == {"messages": [chat[0], {"role": "assistant", "content": "Perhaps."}], "tools": tools}
+    assert [set(row) for row in answered] == [{"messages", "tools"}, {"messages"}]
+    unasked = [json.loads(line) for line in (tmp_path / "run" / verb.UNASKED).read_text().splitlines()]
+    assert [(row["reason"], row["line"]) for row in unasked] == [("refused_by_template", 2), ("user_last", 3)]
+    assert "2 rows are not asked (1 refused_by_template, 1 user_last)" in capfd.readouterr().err
+
+
+def test_noise_on_the_embeddings_of_a_student(tmp_path: Path, tiny_model_directory: Path, teacher: Path) -> None:
+    made = {}
+    for alpha in (0.0, 20.0):
+        folder = tmp_path / str(alpha)
+        folder.mkdir()
+        learned(folder, tiny_model_directory, teacher, neftune_alpha=alpha, max_steps=2)
+        made[alpha] = weights(folder / "run")
+    assert made[0.0] != made[20.0]
+
+
 def test_a_run_that_learns_nothing_of_the_teacher_is_refused(
     tmp_path: Path, tiny_model_directory: Path, teacher: Path
 ) -> None:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onecard import artifact, console
 from onecard.compress.directories import weight_bytes
@@ -27,13 +27,12 @@ from onecard.data.corpus import Document, read_documents
 from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.evaluate.answers import Generated, context_tokens, decode, generate
 from onecard.evaluate.bootstrap import paired
+from onecard.evaluate.measuring import without_refused
 from onecard.evaluate.perplexity import Score, by_language, score_groups
+from onecard.evaluate.questions import choose
 from onecard.evaluate.repetition import beginning
 from onecard.evaluate.similarity import exact_match, f1
 from onecard.report import Page
-
-if TYPE_CHECKING:
-    from onecard.data.chats import Chat
 
 WINDOW_TOKENS = 1024
 BATCH_ANSWERS = 8
@@ -265,27 +264,36 @@ def _sizes(found: Comparison) -> str:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def check(config: ComparedConfig) -> None:
-    """ConfigError or ArtifactError now for what would stop the comparison after long work."""
-    if config.corpus is not None:
-        artifact.read_manifest(config.corpus, "corpus")
-    if config.questions and not _chats(config):
-        raise DataError("No row of the questions can be asked.", "Give rows with a question and an answer.")
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What both models are measured on: prompts with the verb for what is done with them, and held-out documents."""
+
+    asked: str
+    prompts: list[Prompt]
+    texts: list[Document]
 
 
-def compare(original: Path, made: Path, config: ComparedConfig, name: str) -> Comparison:
+def gather(config: ComparedConfig, model: Path) -> Material:
+    """What the settings name, for the tokenizer of `model`: what would stop the comparison is found before long work.
+
+    Questions that the chat template refuses are left out with a warning.
+    """
+    texts = [] if config.corpus is None else _texts(config.corpus, config.text_kilobytes * 1000, config.seed)
+    asked, prompts = _prompts(config, model, texts)
+    return Material(asked, prompts, texts)
+
+
+def compare(original: Path, made: Path, material: Material, config: ComparedConfig, name: str) -> Comparison:
     """Measure both model directories alike; `name` begins the verdict ("The 4-bit form")."""
     from onecard.model.load import load_architecture, load_tokenizer
 
     tokenizer = load_tokenizer(original)
-    texts = [] if config.corpus is None else _texts(config.corpus, config.text_kilobytes * 1000, config.seed)
-    asked, prompts = _prompts(config, tokenizer, texts)
     window = min(WINDOW_TOKENS, *(context_tokens(load_architecture(path)) for path in (original, made)))
     console.note(f"Measuring the original: {original}")
-    one = _measure(original, tokenizer, texts, prompts, window, config.max_new_tokens)
+    one = _measure(original, tokenizer, material, window, config.max_new_tokens)
     console.note(f"Measuring {name[0].lower()}{name[1:]}")
-    other = _measure(made, tokenizer, texts, prompts, window, config.max_new_tokens)
-    return Comparison(name, asked, prompts, one, other)
+    other = _measure(made, tokenizer, material, window, config.max_new_tokens)
+    return Comparison(name, material.asked, material.prompts, one, other)
 
 
 def _texts(corpus: Path, most_bytes: int, seed: int) -> list[Document]:
@@ -308,38 +316,29 @@ def _texts(corpus: Path, most_bytes: int, seed: int) -> list[Document]:
     return found
 
 
-def _chats(config: ComparedConfig) -> list[Chat]:
-    """`question_count` chats, the same for the same seed, in the order of the files."""
-    from onecard.data.chats import read_chats
-
-    chosen: list[tuple[str, int, Chat]] = []
-    for place, chat in enumerate(read_chats(config.questions, strict=False, reject=lambda _: None)):
-        mark = hashlib.blake2b(f"{config.seed} {place}".encode(), digest_size=8).hexdigest()
-        chosen.append((mark, place, chat))
-        if len(chosen) > 4 * config.question_count:
-            chosen = sorted(chosen, key=lambda item: item[0])[: config.question_count]
-    chosen = sorted(chosen, key=lambda item: item[0])[: config.question_count]
-    return [chat for _, place, chat in sorted(chosen, key=lambda item: item[1])]
-
-
-def _prompts(config: ComparedConfig, tokenizer: Any, texts: Sequence[Document]) -> tuple[str, list[Prompt]]:
+def _prompts(config: ComparedConfig, model: Path, texts: Sequence[Document]) -> tuple[str, list[Prompt]]:
     """What both answer, and the verb for it: questions, else beginnings of held-out texts, else a few of our own."""
+    from onecard.model.load import load_tokenizer
     from onecard.tokenizer.template import encode_chat, encode_prompt
 
-    if config.questions:
-        if not tokenizer.chat_template:
-            raise ConfigError("The model has no chat template to be asked questions with.", "Leave --questions away.")
-        made = []
-        for chat in _chats(config):
-            ids = encode_chat(tokenizer, chat.messages[:-1], add_generation_prompt=True).ids
-            made.append(Prompt(_content(chat.messages[-2:][0]), ids, _content(chat.messages[-1])))
-        return "answers", made
-    begun = [beginning(item.text, _BEGINNING_UNITS) for item in texts[: config.question_count]] or list(_BEGINNINGS)
-    return "continues", [Prompt(text, encode_prompt(tokenizer, text)) for text in begun if text.strip()]
-
-
-def _content(message: Any) -> str:
-    return str(message.get("content") or "")
+    tokenizer = load_tokenizer(model)
+    if not config.questions:
+        begun = [beginning(item.text, _BEGINNING_UNITS) for item in texts[: config.question_count]] or _BEGINNINGS
+        return "continues", [Prompt(text, encode_prompt(tokenizer, text)) for text in begun if text.strip()]
+    if not tokenizer.chat_template:
+        raise ConfigError("The model has no chat template to be asked questions with.", "Leave --questions away.")
+    chosen = choose(config.questions, config.seed, {"asked": (config.question_count, lambda _: True)})
+    questions = without_refused(chosen, [model])["asked"]
+    if not questions:
+        raise DataError("The chat template of the model refuses every question.", "Give questions that it can take.")
+    return "answers", [
+        Prompt(
+            question.text,
+            encode_chat(tokenizer, question.messages, tools=question.tools, add_generation_prompt=True).ids,
+            question.reference if question.answer else None,
+        )
+        for question in questions
+    ]
 
 
 def _parameters(model: Any) -> int:
@@ -348,9 +347,7 @@ def _parameters(model: Any) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _measure(
-    path: Path, tokenizer: Any, texts: Sequence[Document], prompts: Sequence[Prompt], window: int, limit: int
-) -> Measured:
+def _measure(path: Path, tokenizer: Any, material: Material, window: int, limit: int) -> Measured:
     """Load a model, measure it wholly and let it go."""
     import torch
 
@@ -358,6 +355,7 @@ def _measure(
     from onecard.tokenizer.template import stop_token_ids
     from onecard.train.peak_memory import PeakMemory
 
+    prompts, texts = material.prompts, material.texts
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = PeakMemory(device)
     model: Any = load_model(path, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)

@@ -44,8 +44,8 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
     artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.model])
     _check_libraries(config.format)
     _check_settings(config, directory)
-    comparison.check(config)
     tokenizer = load_tokenizer(directory)
+    material = comparison.gather(config, directory)
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=[config.model]) as folder:
         if config.format == "nf4":
             facts = _write_nf4(config, directory, folder)
@@ -55,7 +55,7 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
         console.note("  reading it back with transformers")
         facts["read_back_deviation"] = _read_back(directory, folder, config.format)
         name = {"int8": "8-bit", "int4": "4-bit", "nf4": "NF4", "float8": "float8"}[config.format]
-        compared = comparison.compare(directory, folder, config, f"The {name} form")
+        compared = comparison.compare(directory, folder, material, config, f"The {name} form")
         result = {"format": config.format, **facts, **compared.result()}
         compared.write(folder, f"Quantized to {config.format}", _notes(config, facts))
         parents = [config.model, *([config.corpus] if config.corpus else [])]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from onecard import artifact, console
 from onecard.config import ChatConfig
 from onecard.errors import ArtifactError, OnecardError
-from onecard.serve.engine import Engine, open_engine
+from onecard.serve.engine import Engine
+from onecard.serve.opening import open_engine
 from onecard.serve.requests import FinishEvent, GenerationParameters, Handle
 from onecard.serve.sampling import SamplingParameters
 from onecard.tokenizer.template import encode_chat, encode_prompt

@@ -18,6 +18,7 @@ from typing import Any
 from onecard.errors import OnecardError
 
 _TIMEOUT_SECONDS = 600.0
+_NO_KEY = "none"  # the openai package refuses to be without one
 
 
 class ServerError(OnecardError):
@@ -34,13 +35,17 @@ class Answer:
     seconds: float
 
 
-def ask(url: str, model: str, question: str, max_tokens: int) -> Answer:
-    """Put one question to a chat model; `url` with or without /v1. ServerError if no answer comes."""
+def ask(url: str, model: str, question: str, max_tokens: int, key: str = "") -> Answer:
+    """Put one question to a chat model; `url` with or without /v1, `key` where the server asks for one.
+
+    ServerError if no answer comes.
+    """
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     request = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
     started = time.monotonic()
-    send = _through_openai if importlib.util.find_spec("openai") else _through_urllib
-    answer = send(base, request)
+    # The package sends keys of ASCII only.
+    send = _through_openai if importlib.util.find_spec("openai") and key.isascii() else _through_urllib
+    answer = send(base, request, key or _NO_KEY)
     choice = answer["choices"][0]
     return Answer(
         text=choice["message"]["content"] or "",
@@ -50,13 +55,13 @@ def ask(url: str, model: str, question: str, max_tokens: int) -> Answer:
     )
 
 
-def _through_openai(base: str, request: dict[str, Any]) -> dict[str, Any]:
+def _through_openai(base: str, request: dict[str, Any], key: str) -> dict[str, Any]:
     import openai
 
     # A proxy of the environment is for the internet, not for this machine; and nothing is tried twice unseen.
     transport = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(
-        base_url=base, api_key="none", timeout=_TIMEOUT_SECONDS, max_retries=0, http_client=transport
+        base_url=base, api_key=key, timeout=_TIMEOUT_SECONDS, max_retries=0, http_client=transport
     ) as client:
         try:
             answer: dict[str, Any] = client.chat.completions.create(**request).model_dump()
@@ -67,10 +72,12 @@ def _through_openai(base: str, request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _through_urllib(base: str, request: dict[str, Any]) -> dict[str, Any]:
+def _through_urllib(base: str, request: dict[str, Any], key: str) -> dict[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    written = f"Bearer {key}".encode().decode("latin-1")  # which http.client makes the same bytes of
+    headers = {"Content-Type": "application/json", "Authorization": written}
     message = urllib.request.Request(  # noqa: S310 - the address is the user's
-        f"{base}/chat/completions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+        f"{base}/chat/completions", json.dumps(request).encode(), headers
     )
     try:
         with opener.open(message, timeout=_TIMEOUT_SECONDS) as response:

@@ -14,11 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import console
-from onecard.errors import ConfigError
 from onecard.serve.detokenize import Detokenizer, TokenBytes
 from onecard.serve.prefixes import PrefixStore
 from onecard.serve.requests import (
@@ -32,7 +30,7 @@ from onecard.serve.requests import (
     QueueFullError,
     TokenEvent,
 )
-from onecard.serve.sampling import Sampler, SamplingParameters, choose_all, token_logprobs
+from onecard.serve.sampling import Sampler, choose_all, generation_stop_ids, sampling_defaults, token_logprobs
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +92,7 @@ class Engine:
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = min(self.token_bytes.size, embedding.weight.shape[0])
         self.sampling_defaults = sampling_defaults(model)
-        self.stop_ids = frozenset(stop_token_ids(tokenizer)) | _generation_stop_ids(model)
+        self.stop_ids = frozenset(stop_token_ids(tokenizer)) | generation_stop_ids(model)
         self.computed_tokens = 0
         """Tokens of prompts and answers that went through the model."""
         self._model: Any = model
@@ -356,57 +354,3 @@ def _explain(fault: Exception) -> str:
         torch.cuda.empty_cache()
         return "The device ran out of memory. Ask for less at the same time (--max-concurrent, --max-length)."
     return f"The model failed ({type(fault).__name__})."
-
-
-def sampling_defaults(model: PreTrainedModel) -> SamplingParameters:
-    """What generation_config.json says of sampling: `do_sample` false is greedy; what it leaves out changes nothing."""
-    config: Any = model.generation_config
-    if getattr(config, "do_sample", None) is False:
-        return SamplingParameters(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: getattr(config, name, None) for name in names}
-    return SamplingParameters(**{name: value for name, value in found.items() if value is not None})
-
-
-def _generation_stop_ids(model: Any) -> frozenset[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
-
-
-def context_length(model: PreTrainedModel, wanted: int | str) -> int:
-    """The longest context in tokens: what the model was made for, or less if `wanted`. ConfigError if it cannot."""
-    config: Any = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if isinstance(wanted, int):
-        if limit is not None and wanted > limit:
-            raise ConfigError(
-                f"max_length is {wanted}, but the model knows positions up to {limit}.",
-                f"Give at most {limit}, or leave it out.",
-            )
-        return wanted
-    return int(limit or 2048)
-
-
-def open_engine(
-    path: Path,
-    *,
-    max_concurrent: int,
-    max_length: int | str = "auto",
-    max_queue: int = 64,
-    precision: str = "auto",
-    prefix_bytes: int = 0,
-) -> tuple[Engine, PreTrainedTokenizerFast]:
-    """Load a model directory onto the best device here and start an engine; ArtifactError or ConfigError otherwise."""
-    from onecard.model.load import check_tokenizer_fits, load_tokenizer, model_directory
-    from onecard.serve.opening import open_model
-
-    model_directory(path)  # says what is missing before anything is read
-    tokenizer = load_tokenizer(path)
-    model, decoder_of = open_model(path, precision)
-    check_tokenizer_fits(tokenizer, model, path)
-    length = context_length(model, max_length)
-    decoder = decoder_of(max_concurrent, length)
-    return (
-        Engine(model, tokenizer, max_concurrent, length, max_queue, decoder=decoder, prefix_bytes=prefix_bytes),
-        tokenizer,
-    )

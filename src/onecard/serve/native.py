@@ -39,6 +39,8 @@ _PROJECTIONS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+# Rotary angles that depend on the longest request of a step: one would change the answers of the others.
+_OF_LENGTH = ("dynamic", "longrope")
 _KINDS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _FIRST_CAPACITY = 256
@@ -98,6 +100,8 @@ def supports(model: Any) -> bool:
     layers = model.model.layers
     if getattr(config, "hidden_act", "") != "silu" or not len(layers):
         return False
+    if getattr(model.model.rotary_emb, "rope_type", "default") in _OF_LENGTH:
+        return False
     linear = [layer.get_submodule(name) for layer in layers for name in _PROJECTIONS.values()]
     if any(type(module) is not torch.nn.Linear for module in [*linear, model.lm_head]):
         return False  # an adapter, or a quantized layer of a library
@@ -125,12 +129,17 @@ def library() -> ctypes.CDLL | None:
     if not made.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            console.note("  compiling the steps of answers for this processor, once")
             _compile(compiler, source, runtime, made)
         except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as fault:
             reason = (getattr(fault, "stderr", None) or str(fault)).strip().splitlines()
             console.note(f"  answers take longer: the C++ compiler failed ({reason[0] if reason else fault})")
             return None
-    loaded = ctypes.CDLL(str(made))
+    try:
+        loaded = ctypes.CDLL(str(made))
+    except OSError as fault:  # such as a cache on a file system where nothing may be run
+        console.note(f"  answers take longer: the compiled step cannot be loaded ({fault})")
+        return None
     loaded.onecard_step.restype = None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.onecard_step.argtypes = [pointer, number, *[pointer] * 5, number, *[pointer] * 3, number]

@@ -1,8 +1,8 @@
 """How a model is opened for serving: on which device, in which numbers, and what computes its steps.
 
-In: a model directory and a precision. Out: the model, and a function that makes its decoder. On a CPU the compiled step
+In: a model directory and a precision. Out: an engine that answers with it. On a CPU the compiled step
 of `native` is taken where it knows the model, after it was seen to give the same logits as the model's own modules.
-It does not know requests.
+It does not know HTTP.
 """
 
 from __future__ import annotations
@@ -15,14 +15,56 @@ from onecard import console
 from onecard.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
     from onecard.serve.eager import EagerModel
-    from onecard.serve.native import NativeModel
+    from onecard.serve.engine import Engine
+    from onecard.serve.native import IntegerWeight, NativeModel
 
 # The order of sums moves fp32 logits by less, as a share of their spread; a wrong model moves them by more than 1.
 _SAME = 1e-3
 _PROOF_TOKENS = 24
 
 DecoderOf = Callable[[int, int], "EagerModel | NativeModel"]
+
+
+def open_engine(
+    path: Path,
+    *,
+    max_concurrent: int,
+    max_length: int | str = "auto",
+    max_queue: int = 64,
+    precision: str = "auto",
+    prefix_bytes: int = 0,
+) -> tuple[Engine, PreTrainedTokenizerFast]:
+    """Load a model directory onto the best device here and start an engine; ArtifactError or ConfigError otherwise."""
+    from onecard.model.load import check_tokenizer_fits, load_tokenizer, model_directory
+    from onecard.serve.engine import Engine
+
+    model_directory(path)  # says what is missing before anything is read
+    tokenizer = load_tokenizer(path)
+    model, decoder_of = open_model(path, precision)
+    check_tokenizer_fits(tokenizer, model, path)
+    length = context_length(model, max_length)
+    decoder = decoder_of(max_concurrent, length)
+    return (
+        Engine(model, tokenizer, max_concurrent, length, max_queue, decoder=decoder, prefix_bytes=prefix_bytes),
+        tokenizer,
+    )
+
+
+def context_length(model: PreTrainedModel, wanted: int | str) -> int:
+    """The longest context in tokens: what the model was made for, or less if `wanted`. ConfigError if it cannot."""
+    config: Any = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(wanted, int):
+        if limit is not None and wanted > limit:
+            raise ConfigError(
+                f"max_length is {wanted}, but the model knows positions up to {limit}.",
+                f"Give at most {limit}, or leave it out.",
+            )
+        return wanted
+    return int(limit or 2048)
 
 
 def open_model(path: Path, precision: str) -> tuple[Any, DecoderOf]:
@@ -66,11 +108,12 @@ def _native(model: Any, path: Path, precision: str) -> DecoderOf | None:
 
     if not native.supports(model) or native.library() is None:
         return None
-    if precision in ("bf16", "int8", "int4"):
+    stored = integer_weights(model_directory(path))
+    integers = {name: native.IntegerWeight(*parts) for name, parts in stored.items()}
+    if stored:
+        _check_stored(path, integers, precision)
+    elif precision in ("bf16", "int8", "int4"):
         integers = native.round_weights(model, precision)
-    else:
-        stored = integer_weights(model_directory(path))
-        integers = {name: native.IntegerWeight(*parts) for name, parts in stored.items()}
     tokens, wanted = _proof(model)
 
     def make(slots: int, length: int) -> EagerModel | NativeModel:
@@ -87,6 +130,19 @@ def _native(model: Any, path: Path, precision: str) -> DecoderOf | None:
         return made
 
     return make
+
+
+def _check_stored(path: Path, integers: dict[str, IntegerWeight], precision: str) -> None:
+    """Integers that a directory holds are served as they are: rounding them once more would only lose."""
+    bits = sorted({weight.scheme.bits for weight in integers.values()})
+    held = " and ".join(f"int{number}" for number in bits)
+    if precision in ("int8", "int4") and precision != held:
+        raise ConfigError(
+            f"The weights in {path} are {held} already; precision = {precision} would round them a second time.",
+            f"Leave precision out, or give the model that was quantized with precision = {precision}.",
+        )
+    if precision == "bf16":
+        console.note(f"  the weights are {held}, and are served as they are")
 
 
 def _proof(model: Any) -> tuple[list[int], Any]:

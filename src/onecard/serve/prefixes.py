@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -27,13 +28,9 @@ class PrefixStore:
 
     def find(self, ids: Sequence[int]) -> torch.Tensor | None:
         """What is stored of the longest known beginning of `ids`, of whole pages; None if nothing is."""
-        found = []
-        for name in self._names(ids):
-            if name not in self._pages:
-                break
-            self._pages.move_to_end(name)
-            found.append(self._pages[name])
-        return torch.cat(found, dim=2) if found else None
+        names = list(takewhile(self._pages.__contains__, self._names(ids)))
+        self._used(names)
+        return torch.cat([self._pages[name] for name in names], dim=2) if names else None
 
     def keep(self, ids: Sequence[int], read: Callable[[int, int], torch.Tensor | None]) -> None:
         """Keep the whole pages of `ids` that are not known yet; `read` gives what is stored between two places."""
@@ -46,13 +43,12 @@ class PrefixStore:
         if stored is None:
             return
         for place, name in enumerate(names[known:]):
+            if name in self._pages:  # one before it went first, this one has stayed
+                continue
             page = stored[:, :, place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS].clone()
             self.used_bytes += page.nbytes
             self._pages[name] = page
-        # A page is of use only together with those before it: they count as used later than it.
-        for name in reversed(names):
-            if name in self._pages:
-                self._pages.move_to_end(name)
+        self._used(names)
         while self.used_bytes > self._budget_bytes:
             _, page = self._pages.popitem(last=False)
             self.used_bytes -= page.nbytes
@@ -61,6 +57,11 @@ class PrefixStore:
         """Forget everything."""
         self._pages.clear()
         self.used_bytes = 0
+
+    def _used(self, names: Sequence[bytes]) -> None:
+        """A page is of use only together with those before it: they count as used later than it, and go after it."""
+        for name in reversed(names):
+            self._pages.move_to_end(name)
 
     @staticmethod
     def _names(ids: Sequence[int]) -> list[bytes]:

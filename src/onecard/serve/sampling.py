@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 # Below these, dividing by the temperature or cutting the nucleus leaves the likeliest token only.
 _GREEDY_TEMPERATURE = 1e-5
@@ -214,3 +215,19 @@ def choose_all(samplers: Sequence[Sampler], logits_NV: torch.Tensor) -> list[int
         tokens[others] = torch.stack([samplers[row].choose(logits_NV[row]) for row in others])
     chosen: list[int] = tokens.tolist()
     return chosen
+
+
+def sampling_defaults(model: PreTrainedModel) -> SamplingParameters:
+    """What generation_config.json says of sampling: `do_sample` false is greedy; what it leaves out changes nothing."""
+    config: Any = model.generation_config
+    if getattr(config, "do_sample", None) is False:
+        return SamplingParameters(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: getattr(config, name, None) for name in names}
+    return SamplingParameters(**{name: value for name, value in found.items() if value is not None})
+
+
+def generation_stop_ids(model: Any) -> frozenset[int]:
+    """The ids that generation_config.json ends an answer with."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)

@@ -25,7 +25,7 @@ from onecard.errors import MachineError
 from onecard.model.load import model_directory
 from onecard.serve.access import api_key, is_loopback
 from onecard.serve.application import Service, make_app
-from onecard.serve.engine import open_engine
+from onecard.serve.opening import open_engine
 
 SHUTDOWN_SECONDS = 30
 

@@ -8,13 +8,16 @@ and the tokens that stand in the rows.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from onecard import artifact, console
 from onecard.config import DistillConfig
 from onecard.data.chats import Chat, read_chats
-from onecard.data.packing import PackedRows
+from onecard.data.records import Rejection, refuse
+from onecard.data.rows import RejectionWriter
 from onecard.errors import ConfigError, DataError
 from onecard.model.divergence import Mixture
 from onecard.model.load import load_model, load_tokenizer, model_directory, vocabulary_rows, weights_hash
@@ -24,12 +27,14 @@ from onecard.train import text_mix
 from onecard.train.base import open_run
 from onecard.train.directory import RunDirectory
 from onecard.train.distillation import Distill, Teacher
-from onecard.train.finetune import USUAL_LENGTH, defaults_of, evaluation_inputs, prompts_of, stores_of
+from onecard.train.finetune import USUAL_LENGTH, evaluation_inputs, task_of
 from onecard.train.session import train
 from onecard.train.task import Task
 
 ANSWERS = "teacher_answers.jsonl"
 """What the teacher wrote, in the run directory: one chat a line."""
+UNASKED = "unasked.jsonl"
+"""The rows that it was not asked about, each with its reason."""
 _ANSWERS_AT_ONCE = 8
 
 
@@ -47,46 +52,32 @@ def prepare(config: DistillConfig) -> Task:
         )
     inputs = [*text_mix.inputs(config), *evaluation_inputs(config), weights_hash(model_directory(config.teacher))]
     opened = open_run(config, USUAL_LENGTH, inputs=inputs)
-    config, base, run, precision = opened.config, opened.base, opened.run, opened.precision
+    config, base = opened.config, opened.base
     mixture = Mixture(config.distillation_weight, config.distillation_temperature)
-    teacher = Teacher(config.teacher, precision) if mixture.weight else None
+    teacher = Teacher(config.teacher, opened.precision) if mixture.weight else None
     if teacher is not None:
         teacher.check_tokenizer(base.tokenizer, config.model)
     rows_config = config
     if config.answers == "teacher":
-        rows_config = config.model_copy(
-            update={"sources": [Source(path=str(_answered(config, run, precision.device)))]}
-        )
-    found, stores = stores_of(rows_config, run, base.tokenizer)
-    rows, held_out = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
+        answered = Source(path=str(_answered(config, opened.run, opened.precision.device)))
+        rows_config = config.model_copy(update={"sources": [answered]})
+    task = task_of("distill", opened, rows_config)
+    task.parents.append(config.teacher)
+    task.facts["teacher"] = str(config.teacher)
+    if teacher is None:
+        return task
+    learner = task.build_model
 
     def build() -> Any:
-        if teacher is not None:
-            teacher.model  # noqa: B018 - what is wrong with it is found before the first update
-        return base.build(config, precision)
+        teacher.model  # noqa: B018 - what is wrong with it is found before the first update
+        return learner()
 
-    task = Task(
-        verb="distill",
-        config=config,
-        run=run,
-        precision=precision,
-        tokenizer=base.tokenizer,
-        architecture=base.architecture,
+    return replace(
+        task,
         build_model=build,
-        beside=None if teacher is None else lambda job: _beside(teacher, job),
-        rows=rows,
-        held_out=PackedRows(held_out, config.row_tokens) if held_out.count else None,
-        weights=text_mix.weights(rows.store.sources, rows.per_source, config.text_share),
-        packing=config.packing,
-        defaults=defaults_of(base.width, adapters=config.lora_rank > 0),
-        parents=[*opened.parents, config.teacher],
-        sample_prompts=prompts_of(run, base.tokenizer),
-        facts={"rows": found, "teacher": str(config.teacher)},
-        complete=base.completion(config, run),
+        beside=lambda job: _beside(teacher, job),
+        objective=lambda padded: Distill(teacher, mixture, padded),
     )
-    if teacher is not None:
-        task.objective = lambda padded: Distill(teacher, mixture, padded)
-    return task
 
 
 def _beside(teacher: Teacher, job: Job) -> dict[str, int]:
@@ -98,27 +89,19 @@ def _beside(teacher: Teacher, job: Job) -> dict[str, int]:
 def _answered(config: DistillConfig, run: RunDirectory, device: str) -> Path:
     """The chats with the teacher's answers in place of the last ones: written once for a run."""
     from onecard.model.generation import decode, generate
-    from onecard.tokenizer.template import encode_chat, stop_token_ids
+    from onecard.tokenizer.template import stop_token_ids
 
     path = run.path / ANSWERS
     if path.is_file():
         return path
-    chats: list[Chat] = []
-    for chat in read_chats(config.sources, strict=config.strict, reject=lambda _: None):
-        if len(chat.messages) > 1:
-            chats.append(chat)
-    if not chats:
-        raise DataError("There is no question for the teacher.", "Give chats with at least one answered question.")
     tokenizer = load_tokenizer(config.teacher)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"The teacher in {config.teacher} has no chat template: it cannot be asked.",
             "Take a teacher made for chat, or set answers = rows.",
         )
+    chats, prompts = _questions(config, run, tokenizer)
     model = load_model(config.teacher, device=device)
-    prompts = [
-        encode_chat(tokenizer, chat.messages[:-1], tools=chat.tools, add_generation_prompt=True).ids for chat in chats
-    ]
     with console.progress("the teacher answers", len(prompts), "questions") as bar:
         written = generate(
             model,
@@ -131,15 +114,52 @@ def _answered(config: DistillConfig, run: RunDirectory, device: str) -> Path:
         )
     # An answer that was cut off would teach not to end.
     whole = [
-        {"messages": [*chat.messages[:-1], {"role": "assistant", "content": decode(tokenizer, made.ids)}]}
+        _answered_row(chat, decode(tokenizer, made.ids))
         for chat, made in zip(chats, written)
         if made.finish_reason == "stop" and made.ids
     ]
     console.note(
-        f"  the teacher answered {len(chats)} questions; {len(whole)} answers ended by themselves and are kept"
+        f"  the teacher answered {len(chats):,} questions; {len(whole):,} answers ended by themselves and are kept"
     )
     if not whole:
         raise DataError("No answer of the teacher ended by itself.", "Raise answer_tokens, or take another teacher.")
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in whole)
     artifact.write_text_atomically(path, text)
     return path
+
+
+def _questions(config: DistillConfig, run: RunDirectory, tokenizer: Any) -> tuple[list[Chat], list[list[int]]]:
+    """The chats without their last answer, and the ids that ask for it; what cannot be asked is set aside and said."""
+    from onecard.tokenizer.template import encode_chat
+
+    rejected: Counter[str] = Counter()
+    chats, prompts = [], []
+    path = run.path / UNASKED
+    with artifact.disk_faults(path), RejectionWriter(path) as writer:
+
+        def reject(rejection: Rejection) -> None:
+            rejected[rejection.reason] += 1
+            writer.add(asdict(rejection))
+
+        for chat in read_chats(config.sources, strict=config.strict, reject=reject):
+            asked = replace(chat, messages=chat.messages[:-1])
+            try:
+                encoded = encode_chat(tokenizer, asked.messages, tools=asked.tools, add_generation_prompt=True)
+            except DataError as fault:  # such as a role that the teacher's template does not know
+                text = json.dumps(asked.messages, ensure_ascii=False)
+                found = Rejection("refused_by_template", chat.file, chat.line, f"{fault.what} | {text}")
+                refuse(found, strict=config.strict, reject=reject)
+                continue
+            chats.append(asked)
+            prompts.append(encoded.ids)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.most_common())
+    if not chats:
+        raise DataError(f"There is no question for the teacher ({reasons}).", f"Mend the rows; they are in {path}.")
+    if rejected:
+        console.warn(f"{rejected.total():,} rows are not asked ({reasons}): they are in {console.short_path(path)}.")
+    return chats, prompts
+
+
+def _answered_row(asked: Chat, answer: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"messages": [*asked.messages, {"role": "assistant", "content": answer}]}
+    return row if asked.tools is None else {**row, "tools": asked.tools}

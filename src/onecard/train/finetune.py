@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from onecard import artifact, console
 from onecard.config import FinetuneConfig
@@ -20,7 +20,7 @@ from onecard.data.tokens import TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import tokenizer_hash, vocabulary_rows
 from onecard.train import chat_rows, text_mix
-from onecard.train.base import SPLITS, kept_rows, open_run, say_rows
+from onecard.train.base import SPLITS, Opened, kept_rows, open_run, say_rows
 from onecard.train.directory import RunDirectory
 from onecard.train.neftune import add_noise
 from onecard.train.session import train
@@ -28,6 +28,7 @@ from onecard.train.task import Defaults, Task
 
 # Tokens of a row where nothing is said: few chats are longer, and packed rows waste nothing on short ones.
 USUAL_LENGTH = 1024
+AnyChats = TypeVar("AnyChats", bound=FinetuneConfig)
 
 
 def finetune(config: FinetuneConfig) -> dict[str, Any]:
@@ -38,8 +39,13 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
     opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config) + evaluation_inputs(config))
+    return task_of("finetune", opened, opened.config)
+
+
+def task_of(verb: str, opened: Opened[AnyChats], rows_config: FinetuneConfig) -> Task:
+    """What a verb that learns answers does with the rows that `rows_config` names, for its own settings."""
     config, base, run, tokenizer = opened.config, opened.base, opened.run, opened.base.tokenizer
-    found, stores = stores_of(config, run, tokenizer)
+    found, stores = stores_of(rows_config, run, tokenizer)
     rows, held_out_store = PackedRows(stores["train"], config.row_tokens), stores["held_out"]
 
     def build() -> Any:
@@ -49,7 +55,7 @@ def prepare(config: FinetuneConfig) -> Task:
         return model
 
     return Task(
-        verb="finetune",
+        verb=verb,
         config=config,
         run=run,
         precision=opened.precision,
