@@ -85,8 +85,14 @@ VERBS: dict[str, VerbEntry] = {
     "quantize": VerbEntry(
         "onecard.compress.quantize:quantize", "QuantizeConfig", "quantize", "make weights integers of 4 or 8 bits"
     ),
+    "prune": VerbEntry(
+        "onecard.compress.prune:prune", "PruneConfig", "prune", "leave out layers, heads, channels or weights"
+    ),
     "export": VerbEntry(
         "onecard.compress.export:export", "ExportConfig", "export", "write a model for llama.cpp and Ollama (GGUF)"
+    ),
+    "diagnose": VerbEntry(
+        "onecard.serve.diagnose:diagnose", "DiagnoseConfig", "", "find out why answers go round in circles"
     ),
     "chat": VerbEntry("onecard.serve.chat:chat", "ChatConfig", "", "talk to a model in the terminal"),
     "serve": VerbEntry(

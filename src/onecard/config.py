@@ -86,6 +86,13 @@ class CleanConfig(Verb):
         "evaluation files: documents that share 30 characters in sequence (Chinese) or 13 words with them are rejected",
     )
     workers: Positive | Auto = setting("auto", "processes at work (auto: one a core); changes nothing in the result")
+    engine: Literal["local", "ray"] = setting(
+        "local", "what runs them: processes of this machine, or Ray (needs onecard[ray]); changes nothing in the result"
+    )
+    ray_address: str | None = setting(
+        None,
+        "a Ray cluster that runs, as `ray start` names it (engine ray); none: Ray is started on this machine alone",
+    )
     dry_run: Positive | None = setting(
         None,
         "show what the steps would do to so many documents, spread over the sources, and write nothing",
@@ -447,7 +454,14 @@ class ComparedConfig(Verb):
     seed: int = setting(0, "decides which questions and texts are taken")
 
 
-class QuantizeConfig(ComparedConfig):
+class CalibratedConfig(ComparedConfig):
+    """What every verb has besides that looks at what passes through the model on text of the corpus."""
+
+    calibration_rows: Positive = setting(64, "rows of text of the corpus, where the method looks at some")
+    calibration_tokens: Annotated[int, Field(ge=8)] = setting(512, "tokens in such a row")
+
+
+class QuantizeConfig(CalibratedConfig):
     """Make a model's weights integers of 4 or 8 bits, or float8, for transformers and vLLM."""
 
     model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
@@ -466,9 +480,54 @@ class QuantizeConfig(ComparedConfig):
     kept_precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
         "auto", "number format of what is not quantized; auto: bf16, or fp16 where the model is in that"
     )
-    calibration_rows: Positive = setting(64, "gptq: rows of text of the corpus")
-    calibration_tokens: Annotated[int, Field(ge=8)] = setting(512, "gptq: tokens in a row")
     output: Path = setting(Path("quantized"), "the model directory to write, with report.html")
+
+
+class PruneConfig(CalibratedConfig):
+    """Take layers, heads, channels or single weights out of a model, those that matter least on text of your own."""
+
+    model: Path = setting(
+        Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
+    )
+    drop_layers: int = setting(0, "how many layers are left out", ge=0)
+    layers_by: Literal["loss", "similarity"] = setting(
+        "loss",
+        "which layers go: loss: one by one, that whose absence costs least; similarity: those that change least of "
+        "what passes them (one pass over the text)",
+    )
+    heads: Positive | None = setting(None, "attention heads that stay in each layer; none: all")
+    key_value_heads: Positive | None = setting(
+        None, "key/value heads that stay in each layer, with their query heads; none: all"
+    )
+    intermediate_size: Positive | None = setting(None, "feed-forward channels that stay in each layer; none: all")
+    sparsity: Annotated[float, Field(gt=0, lt=1)] | Literal["2:4"] | None = setting(
+        None, "share of the weights of each row that become 0, or 2:4 (two of four neighbours); none: none"
+    )
+    heal_updates: int = setting(
+        0, "so many updates on text of the corpus, in which it learns what the original would say", ge=0
+    )
+    heal_learning_rate: PositiveNumber | Auto = setting("auto", "peak learning rate of healing")
+    heal_tokens: Positive = setting(8192, "tokens in an update of healing")
+    output: Path = setting(Path("pruned"), "the model directory to write, with report.html")
+
+
+class MergeConfig(ComparedConfig):
+    """Add adapters, or what other models learned from the same base, to that base."""
+
+    model: Path = setting(..., "the base: a model or run directory, or a GGUF file", positional=True, metavar="BASE")
+    parts: list[Path] = setting(
+        ..., "adapters of the base (PEFT), or models that were trained from it", positional=True, metavar="PART"
+    )
+    weights: list[float] = setting([], "how much of each part is added; none given: equal shares of 1")
+    method: Literal["linear", "ties"] = setting(
+        "linear",
+        "linear: base + the weighted differences; ties: of each difference only the largest, where most agree in sign",
+    )
+    density: Annotated[float, Field(gt=0, le=1)] = setting(0.2, "ties: share of each difference that is kept")
+    kept_precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto", "number format of the weights that are written; auto: that of the base"
+    )
+    output: Path = setting(Path("merged"), "the model directory to write, with report.html")
 
 
 class RateSearch(Settings):
@@ -552,6 +611,22 @@ class CompareConfig(Verb):
     window_tokens: Positive | Auto = setting("auto", "context of the windows over text; auto: up to 1024")
     seed: int = setting(0, "decides which rows are taken, and the resamples of the intervals", ge=0)
     output: Path = setting(Path("comparison"), "the directory to write, with report.html")
+
+
+class DiagnoseConfig(Verb):
+    """Find out why a model's answers go round in circles, and which sampling to serve it with."""
+
+    model: Path = setting(Path("finetune"), "a chat model or run directory", positional=True, metavar="MODEL")
+    questions: list[Source] = setting(
+        [], "chat rows with the right answers (default: those of its own run, held-out ones)", metavar="SOURCE"
+    )
+    question_count: Positive = setting(40, "how many of the questions are asked, in each of seven ways")
+    max_new_tokens: Positive = setting(200, "longest answer: loops need room to show")
+    max_length: Positive | Auto = setting("auto", "longest context in tokens; auto: what the model was made for")
+    max_concurrent: Positive = setting(8, "questions answered at the same time")
+    write: bool = setting(False, "write what is recommended to the model's generation_config.json")
+    seed: int = setting(0, "decides which questions are asked, and how answers are sampled", ge=0)
+    output: Path = setting(Path("diagnosis"), "the directory to write, with report.html")
 
 
 class ServeConfig(Settings):

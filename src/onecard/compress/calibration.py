@@ -48,7 +48,7 @@ def sample_rows(corpus: Path, tokenizer: Any, rows: int, row_tokens: int) -> lis
     if len(ids) < row_tokens:
         raise ArtifactError(
             f"The corpus {corpus} holds too little text to calibrate with ({len(ids)} tokens).",
-            "Give a larger corpus, or method = nearest.",
+            "Give a larger corpus, or fewer calibration_tokens.",
         )
     full = len(ids) // row_tokens
     return [torch.tensor([ids[i * row_tokens : (i + 1) * row_tokens]]) for i in range(min(rows, full))]
@@ -122,9 +122,12 @@ def repeated_layers(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def layer_after_layer(
-    model: Any, rows: Sequence[Tensor], change: Callable[[dict[str, nn.Linear], dict[str, Moments]], None]
+    model: Any,
+    rows: Sequence[Tensor],
+    change: Callable[[dict[str, nn.Linear], dict[str, Any]], None],
+    keep: Callable[[int], Any] = Moments,
 ) -> None:
-    """Give `change` each layer's linear layers by full name with the moments of their inputs; then go on with it.
+    """Give `change` each layer's linear layers by full name with what `keep` keeps of their inputs; then go on with it.
 
     What a layer passes on is computed after it was changed.
     """
@@ -135,10 +138,10 @@ def layer_after_layer(
             linear = {
                 f"{prefix}.{index}.{name}": part for name, part in layer.named_modules() if isinstance(part, nn.Linear)
             }
-            with watching(linear, Moments) as moments:
+            with watching(linear, keep) as kept:
                 for state, setting in zip(states, settings):
                     layer(state, **setting)
-            change(linear, moments)
+            change(linear, kept)
             states = [_hidden(layer(state, **setting)) for state, setting in zip(states, settings)]
             bar.advance(1)
 

@@ -74,6 +74,18 @@ def for_both_generations(settings: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+def stored_tensors(directory: Path) -> dict[str, Tensor]:
+    """The tensors as they lie in a directory, by name; without a head that is the embedding."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found |= load_file(path)
+    if written_settings(directory).get("tie_word_embeddings"):
+        found.pop("lm_head.weight", None)
+    return found
+
+
 def written_settings(directory: Path) -> dict[str, Any]:
     """config.json of a model directory."""
     found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
