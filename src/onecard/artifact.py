@@ -373,3 +373,19 @@ def verify(directory: Path) -> Manifest:
         if path.stat().st_size != entry["bytes"] or hash_file(path) != entry["hash"]:
             raise ArtifactError(f"{path} is damaged or was changed by hand.", "Run the command that makes it again.")
     return manifest
+
+
+def accept_change(path: Path) -> None:
+    """Record what a file is now in the manifests of the directories above it that name it.
+
+    For settings that a person may change in a finished directory. The content hash stays: it names what was made, and
+    by it the stages of a recipe know that nothing has to be made again.
+    """
+    for directory in (path.parent, path.parent.parent):
+        if not (directory / MANIFEST).is_file():
+            continue
+        manifest = read_manifest(directory)
+        name = path.relative_to(directory).as_posix()
+        if name in manifest.files:
+            files = {**manifest.files, **_file_table(directory, [path])}
+            write_json_atomically(directory / MANIFEST, {"format": FORMAT, **manifest.__dict__, "files": files})

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from onecard.serve.structure import Structure
+
 # Below these, dividing by the temperature or cutting the nucleus leaves the likeliest token only.
 _GREEDY_TEMPERATURE = 1e-5
 _GREEDY_TOP_P = 1e-8
@@ -144,15 +146,21 @@ def token_logprobs(logits_V: torch.Tensor, token: int, top: int) -> TokenLogprob
 class Sampler:
     """The sampling state of one request.
 
-    The repetition penalty looks at the prompt and the answer; presence and frequency at the answer only.
+    The repetition penalty looks at the prompt and the answer; presence and frequency at the answer only. Tokens that do
+    not fit into the `structure` are never chosen.
     """
 
     def __init__(
-        self, parameters: SamplingParameters, prompt: Sequence[int], vocabulary: int, device: torch.device | str
+        self,
+        parameters: SamplingParameters,
+        prompt: Sequence[int],
+        vocabulary: int,
+        device: torch.device | str,
+        structure: Structure | None = None,
     ) -> None:
         import torch
 
-        self.parameters = parameters
+        self.parameters, self.structure = parameters, structure
         self._generator = torch.Generator()
         if parameters.seed is None:
             self._generator.seed()
@@ -182,6 +190,8 @@ class Sampler:
             logits_V = apply_count_penalties(logits_V, self._counts, wanted.presence_penalty, wanted.frequency_penalty)
         if self._bias is not None:
             logits_V = logits_V.index_add(-1, self._bias[0], self._bias[1])
+        if self.structure is not None:
+            logits_V = logits_V.masked_fill(~self.structure.allowed().to(logits_V.device), -float("inf"))
         if wanted.is_greedy:
             token = logits_V.argmax(-1)
         else:
@@ -194,7 +204,8 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Whether the likeliest token is taken of the logits as they are."""
-        return self.parameters.is_greedy and self._seen is None and self._counts is None and self._bias is None
+        untouched = self._seen is None and self._counts is None and self._bias is None and self.structure is None
+        return self.parameters.is_greedy and untouched
 
     def accept(self, token: int) -> None:
         """Take note that `token` was said."""
@@ -202,6 +213,8 @@ class Sampler:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
+        if self.structure is not None:
+            self.structure.accept(token)
 
 
 def choose_all(samplers: Sequence[Sampler], logits_NV: torch.Tensor) -> list[int]:
@@ -220,11 +233,11 @@ def choose_all(samplers: Sequence[Sampler], logits_NV: torch.Tensor) -> list[int
 def sampling_defaults(model: PreTrainedModel) -> SamplingParameters:
     """What generation_config.json says of sampling: `do_sample` false is greedy; what it leaves out changes nothing."""
     config: Any = model.generation_config
-    if getattr(config, "do_sample", None) is False:
-        return SamplingParameters(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    greedy = getattr(config, "do_sample", None) is False
+    names = ("repetition_penalty",) if greedy else ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     found = {name: getattr(config, name, None) for name in names}
-    return SamplingParameters(**{name: value for name, value in found.items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    return SamplingParameters(**(given | {"temperature": 0.0} if greedy else given))
 
 
 def generation_stop_ids(model: Any) -> frozenset[int]:
