@@ -87,6 +87,17 @@ class Source(Settings):
     )
     field: str = setting("auto", "the key or column that holds the text; auto recognises the usual names")
     group_by: list[str] = setting([], "rows with equal values of these keys, in sequence, become one document")
+    columns: dict[str, str] = setting(
+        {},
+        'for columns (or keys) of other names: {question="症状", answer="建议"} reads these two, under the names that '
+        "onecard knows, and no other; field, group_by and label_field then mean these names",
+    )
+    message_keys: dict[str, str] = setting(
+        {}, 'the same for the keys of the messages in a row: {role="speaker", content="says"}'
+    )
+    roles: dict[str, str | list[str]] = setting(
+        {}, 'who speaks, under other names: {user="patient", assistant=["doctor", "nurse"]}'
+    )
 
     @model_validator(mode="before")
     @classmethod

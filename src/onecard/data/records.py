@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from onecard.data.columns import Renaming
 from onecard.data.formats import read_file
 from onecard.data.rows import Item, Rejection, Row
 from onecard.data.sources import source_files, unreadable_files
@@ -38,13 +39,18 @@ _MEANINGS = {
 def read_items(source: Source, *, first_file: int = 0) -> Iterator[Item]:
     """Stream the rows and rejections of a source in the order of its files and lines, from one of its files on.
 
-    DataError if there is nothing at the source's path.
+    Rows have the names that the source gives their columns. DataError if there is nothing at the source's path, or for
+    a column that is not there.
     """
+    renaming = Renaming(source) if source.columns or source.message_keys or source.roles else None
     if not first_file:
         for file in unreadable_files(source):
             yield Rejection("unreadable_file", str(file), 0, "")
     for file in source_files(source)[first_file:]:
-        yield from read_file(file, encoding_name=source.encoding, split=source.split)
+        for item in read_file(file, encoding_name=source.encoding, split=source.split):
+            yield renaming.renamed(item) if renaming is not None and isinstance(item, Row) else item
+    if renaming is not None and not first_file:
+        renaming.finish()
 
 
 def read_rows(source: Source, *, strict: bool, reject: Callable[[Rejection], None]) -> Iterator[Row]:
