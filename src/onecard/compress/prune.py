@@ -8,6 +8,7 @@ model learn what the original would say.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from onecard.compress.directories import (
     written_settings,
 )
 from onecard.config import PruneConfig
-from onecard.errors import ConfigError, OnecardError
-from onecard.model.load import load_model, load_tokenizer, model_directory
+from onecard.errors import ArtifactError, ConfigError, OnecardError
+from onecard.model.load import load_model, load_tokenizer, model_directory, weights_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,10 @@ def prune(config: PruneConfig) -> dict[str, Any]:
     material = comparison.gather(config, directory)
     check_room(config.output, weight_bytes(directory))
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=[config.model]) as folder:
-        facts = write_pruned(config, directory, tokenizer, folder)
+        if config.heal_updates:
+            facts = _write_healed(config, directory, tokenizer, folder)
+        else:
+            facts = write_pruned(config, directory, tokenizer, folder)
         compared = comparison.compare(directory, folder, material, config, "The pruned form")
         result = {**facts, **compared.result()}
         notes = _notes(facts)
@@ -57,6 +61,8 @@ def prune(config: PruneConfig) -> dict[str, Any]:
         assert config.corpus is not None
         parents = [config.model, config.corpus]
         artifact.write_manifest(folder, "model", settings=config.plain(), parents=parents, result=result)
+    if config.heal_updates:
+        shutil.rmtree(_healing_place(config), ignore_errors=True)
     compared.show(f"Pruned: {config.output}")
     for note in notes:
         console.result(note)
@@ -70,6 +76,10 @@ def _check_settings(config: PruneConfig, directory: Path) -> None:
         raise ConfigError(
             "Nothing is said to be left out.", "Give --drop-layers, --heads, --intermediate-size or --sparsity."
         )
+    if not config.heal_updates:
+        for name in ("heal_learning_rate", "heal_tokens"):
+            if getattr(config, name) != PruneConfig.model_fields[name].default:
+                console.warn(f"{name} is not used: heal_updates = 0 heals nothing.")
     if config.corpus is None:
         raise ConfigError("What matters least is measured on text.", "Give a --corpus (from clean).")
     if structural(config):
@@ -224,6 +234,63 @@ def _read_back(folder: Path, meant: Any) -> float:
     return off
 
 
+# --- healing ------------------------------------------------------------------------------------------------------
+
+# In the folder of a healing: the pruned model that it begins with, and its run directory.
+_PRUNED, _RUN = "pruned", "run"
+
+
+def _healing_place(config: PruneConfig) -> Path:
+    """Where healing is at work until the output is in place."""
+    output = config.output.resolve()
+    return output.with_name(f"{output.name}-healing")
+
+
+def _write_healed(config: PruneConfig, directory: Path, tokenizer: Any, folder: Path) -> dict[str, Any]:
+    """Prune into a folder beside the output, heal there, write the healed model into `folder`.
+
+    Interrupted, the same command finds what was pruned and goes on with the healing.
+    """
+    from onecard.compress.healing import heal
+
+    place = _healing_place(config)
+    pruned = _pruned_to_heal(config, directory, tokenizer, place)
+    tensors, healing = heal(config, directory, pruned, place / _RUN)
+    copy_companions(pruned, folder)
+    write_model(folder, tensors, written_settings(pruned))
+    shutil.copyfile(place / _RUN / "report.html", folder / "healing.html")
+    return {**artifact.read_manifest(pruned, "model").result, **healing}
+
+
+def _pruned_to_heal(config: PruneConfig, directory: Path, tokenizer: Any, place: Path) -> Path:
+    """The pruned model that healing begins with, made by an earlier process or now."""
+    assert config.corpus is not None
+    decides = {name: value for name, value in config.without_places().items() if not name.startswith(_NOT_PRUNING)}
+    mark = artifact.hash_json([decides, weights_hash(directory), artifact.content_hash(config.corpus)])
+    pruned = place / _PRUNED
+    if (pruned / artifact.MANIFEST).is_file() and artifact.read_manifest(pruned, "model").fingerprint == mark:
+        console.note(f"  going on with the healing in {console.short_path(place)}")
+        return pruned
+    begun = place.exists() and (not place.is_dir() or any(not path.name.startswith(".") for path in place.iterdir()))
+    if begun and not config.overwrite:
+        raise ArtifactError(
+            f"{place} holds a healing that was begun with other settings, or something else.",
+            "Give the settings that it was begun with, choose another --output, or pass --overwrite to begin anew.",
+        )
+    if begun and not (pruned / artifact.MANIFEST).is_file():
+        raise ArtifactError(f"{place} was not made by a healing.", "Choose another --output.")
+    shutil.rmtree(place, ignore_errors=True)
+    check_room(place, 2 * weight_bytes(directory))
+    with artifact.new_directory(pruned) as temporary:
+        facts = write_pruned(config, directory, tokenizer, temporary)
+        artifact.write_manifest(temporary, "model", settings=config.plain(), fingerprint=mark, result=facts)
+    return pruned
+
+
+# Settings that decide nothing of what is pruned.
+_NOT_PRUNING = ("overwrite", "heal_", "question", "max_new_tokens", "text_kilobytes")
+
+
 # --- words --------------------------------------------------------------------------------------------------------
 
 
@@ -253,5 +320,11 @@ def _notes(facts: dict[str, Any]) -> list[str]:
         notes.append(
             "Zeros alone save neither bytes nor time: they are stored and multiplied like any other number. Only "
             "programs made for them gain (2:4: some cards)."
+        )
+    if "healing" in facts:
+        healing = facts["healing"]
+        notes.append(
+            f"Healed by {healing['updates']:,} updates over {healing['tokens']:,} tokens of text, learning rate "
+            f"{healing['learning_rate']:.2g}: it learned what the original would say (healing.html)."
         )
     return notes

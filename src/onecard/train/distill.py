@@ -21,7 +21,6 @@ from onecard.data.rows import RejectionWriter
 from onecard.errors import ConfigError, DataError
 from onecard.model.divergence import Mixture
 from onecard.model.load import load_model, load_tokenizer, model_directory, vocabulary_rows, weights_hash
-from onecard.plan.job import Job
 from onecard.settings import Source
 from onecard.train import text_mix
 from onecard.train.base import open_run
@@ -75,15 +74,9 @@ def prepare(config: DistillConfig) -> Task:
     return replace(
         task,
         build_model=build,
-        beside=lambda job: _beside(teacher, job),
+        beside=teacher.beside,
         objective=lambda padded: Distill(teacher, mixture, padded),
     )
-
-
-def _beside(teacher: Teacher, job: Job) -> dict[str, int]:
-    """The teacher's weights, and the last hidden states of a micro-batch in the format of products, in bytes."""
-    states = job.batch_size * job.max_length * teacher.width() * teacher.itemsize
-    return {"teacher": teacher.weight_bytes() + states}
 
 
 def _answered(config: DistillConfig, run: RunDirectory, device: str) -> Path:

@@ -20,6 +20,7 @@ from onecard.model import attention
 from onecard.model.divergence import Mixture, chunked_distillation
 from onecard.model.load import check_finite, load_architecture, load_model, load_tokenizer
 from onecard.model.loss import Head, head_of
+from onecard.plan.job import Job
 from onecard.tokenizer.difference import first_difference
 from onecard.train.objectives import Objective, _head_is_known, _padded, accepted, packed_inputs
 from onecard.train.precision import Precision
@@ -68,6 +69,11 @@ class Teacher:
     def width(self) -> int:
         """Of its hidden states."""
         return int(load_architecture(self.directory).get_text_config().hidden_size)
+
+    def beside(self, job: Job) -> dict[str, int]:
+        """What it adds to an update: its weights, and the last hidden states of a micro-batch, in bytes."""
+        states = job.batch_size * job.max_length * self.width() * self.itemsize
+        return {"teacher": self.weight_bytes() + states}
 
     def check_tokenizer(self, tokenizer: Any, student: Path) -> None:
         """ConfigError, naming the first entry that differs, unless the teacher reads the same ids as the student."""
