@@ -14,6 +14,7 @@ import torch
 
 from onecard import artifact
 from onecard.config import DiagnoseConfig
+from onecard.data.split import question_is_held_out
 from onecard.errors import ConfigError
 from onecard.model.load import load_model, load_tokenizer
 from onecard.serve.diagnose import diagnose
@@ -111,7 +112,7 @@ def test_a_model_is_measured_and_its_report_written(
     }  # fmt: skip
     result = diagnose(build(DiagnoseConfig, settings))
     assert [row["setting"] for row in result["settings"]] == [one.name for one in SETTINGS]
-    assert result["held_out"] and result["questions"] == 4
+    assert result["held_out"] is None and result["questions"] == 4
     # What the model thinks of the end, beside a computation of one row at a time.
     tokenizer, made = load_tokenizer(model), load_model(model)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -138,6 +139,22 @@ def test_a_model_is_measured_and_its_report_written(
     assert result["verdict"] in capfd.readouterr().out
     again = diagnose(build(DiagnoseConfig, settings | {"output": str(tmp_path / "again")}))
     assert again["end_is_written"]
+
+
+def test_a_run_is_asked_what_it_held_out(tmp_path: Path, tiny_model_directory: Path, chats: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model_directory, run / "model")
+    held_out = [i for i in range(6) if question_is_held_out(3, 0.5, [{"role": "user", "content": f"Question {i}?"}])]
+    assert 0 < len(held_out) < 6
+    asked = {"sources": [{"path": str(chats)}], "seed": 3, "held_out": 0.5}
+    artifact.write_manifest(
+        run, "run", settings={"asked": asked}, parents=[chats], result={"rows": {"kept": 4, "truncated": 1}}
+    )
+    settings = {"model": str(run), "max_new_tokens": 2, "output": str(tmp_path / "out")}
+    result = diagnose(build(DiagnoseConfig, settings))
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [row["question"] for row in report["answers"]] == [f"Question {i}?" for i in held_out]
+    assert (result["held_out"], result["truncated"]) == (True, 0.25)
 
 
 def test_rows_that_are_not_known_are_asked_for(tmp_path: Path, tiny_model_directory: Path) -> None:

@@ -23,6 +23,7 @@ from onecard.evaluate.measuring import without_refused
 from onecard.evaluate.questions import Question, choose
 from onecard.evaluate.repetition import measure
 from onecard.evaluate.similarity import f1
+from onecard.model.gguf_file import is_gguf
 from onecard.model.load import load_model, load_tokenizer, model_directory
 from onecard.report import Page
 from onecard.serve.diagnosis import (
@@ -58,6 +59,10 @@ def diagnose(config: DiagnoseConfig) -> dict[str, Any]:
     """Measure, say why, recommend. ConfigError for a model without a chat template or questions."""
     directory = model_directory(config.model)
     artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.model])
+    if config.write and is_gguf(config.model):
+        raise ConfigError(
+            "A GGUF file holds no generation_config.json.", "Leave --write out, and give the settings to its server."
+        )
     tokenizer = load_tokenizer(directory)
     if not tokenizer.chat_template:
         raise ConfigError(f"The model in {config.model} has no chat template.", "Give a model made for chat.")
@@ -129,20 +134,21 @@ def _sources_of(model: Path) -> list[Source]:
 
 def _questions(
     config: DiagnoseConfig, directory: Path, sources: Sequence[Source]
-) -> tuple[list[Question], bool, list[Question]]:
+) -> tuple[list[Question], bool | None, list[Question]]:
     """What is asked, whether it was held out of training, and rows that were learned (all, where that is not known)."""
-    learned = learned_by(trainings(config.model))
+    known = trainings(config.model)
+    learned = learned_by(known)
     wanted = {
         "held_out": (config.question_count, lambda question: bool(question.answer) and not learned(question)),
         "learned": (_LEARNED_ROWS, lambda question: bool(question.answer) and learned(question)),
     }
     chosen = choose(sources, config.seed, wanted)
-    held_out = bool(chosen["held_out"])
-    asked = chosen["held_out"] if held_out else chosen["learned"][: config.question_count]
+    held_out = bool(chosen["held_out"]) if known else None
+    asked = chosen["held_out"] or chosen["learned"][: config.question_count]
     asked = without_refused({"asked": asked}, [directory])["asked"]
     if not asked:
         raise DataError("No question with an answer is left to ask.", "Give --questions: chat rows with answers.")
-    if not held_out:
+    if held_out is False:
         console.warn("No row was held out of training: the questions asked are ones that it learned.")
     return asked, held_out, chosen["learned"] or chosen["held_out"]
 
@@ -298,7 +304,7 @@ def _page(found: Measures, questions: Sequence[Question], texts: Sequence[str], 
     page.heading("Answers that loop" if circling else "Answers")
     for index in circling[:8] or range(min(4, len(texts))):
         page.sample(texts[index][:1200], questions[index].text[:200])
-    if not found.held_out:
+    if found.held_out is False:
         page.paragraph("The questions were learned: no row was held out of training.")
     return page
 

@@ -62,7 +62,7 @@ class Answered:
 
 @dataclass
 class Measures:
-    """Everything that was measured. Shares are 0 to 1.
+    """Everything that was measured. Shares are 0 to 1. `held_out` is None where nobody knows what the model learned.
 
     `end_probability` is the median of what the model gives to the end of the turn after each whole reference answer,
     `end_is_first` the share of those after which nothing is likelier. `most_common` is the share of the learned rows
@@ -70,7 +70,7 @@ class Measures:
     """
 
     questions: int
-    held_out: bool
+    held_out: bool | None
     settings: list[Answered] = field(default_factory=list)
     references_looping: float = 0.0
     most_common: float = 0.0
@@ -179,7 +179,8 @@ def causes(found: Measures) -> list[Cause]:
 
 def verdict(found: Measures) -> str:
     """One sentence."""
-    asked = f"{found.questions} {'held-out' if found.held_out else 'learned'} questions"
+    kind = {None: "", True: "held-out ", False: "learned "}[found.held_out]
+    asked = f"{found.questions} {kind}questions"
     named = list(dict.fromkeys(cause.name for cause in causes(found)))
     if found.now.looping < RARE:
         return f"Answers do not loop: {found.now.looping:.0%} of {asked}."
