@@ -89,8 +89,12 @@ VERBS: dict[str, VerbEntry] = {
         "onecard.compress.prune:prune", "PruneConfig", "prune", "leave out layers, heads, channels or weights"
     ),
     "export": VerbEntry(
-        "onecard.compress.export:export", "ExportConfig", "export", "write a model for llama.cpp and Ollama (GGUF)"
+        "onecard.compress.export:export",
+        "ExportConfig",
+        "export",
+        "write a model for llama.cpp, Ollama, transformers, vLLM",
     ),
+    "card": VerbEntry("onecard.compress.card:card", "CardConfig", "", "write a model card from what is recorded"),
     "diagnose": VerbEntry(
         "onecard.serve.diagnose:diagnose", "DiagnoseConfig", "", "find out why answers go round in circles"
     ),

@@ -431,14 +431,28 @@ class PredictConfig(Verb):
 
 
 class ExportConfig(Verb):
-    """Write a model for llama.cpp and Ollama (GGUF), and read it back to see that it is the same."""
+    """Write a model for llama.cpp, Ollama (GGUF), transformers and vLLM; read it back to see that it is the same."""
 
     model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
-    formats: list[Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q4_0"]] = setting(
-        ["f16"], "number formats of the weights, a file for each: q8_0 has 8.5 bits a weight, q4_0 4.5"
+    formats: list[Literal["f32", "f16", "bf16", "q8_0", "q5_0", "q4_0", "safetensors", "safetensors_f32"]] = setting(
+        ["f16"],
+        "a GGUF file for each number format (q8_0: 8.5 bits a weight, q4_0: 4.5); safetensors: a directory for "
+        "transformers and vLLM, in 16 bits or in fp32",
     )
     output: Path = setting(Path("export"), "the directory to write")
+    card: Literal["en", "zh"] = setting("en", "the language of the model card that is written beside")
     name: str = setting("", "what the model is called (default: the name of its directory)")
+
+
+class CardConfig(Settings):
+    """Write a model card (README.md) from what is recorded about how a model was made."""
+
+    model: Path = setting(Path("finetune"), "a model or run directory", positional=True, metavar="MODEL")
+    evaluations: list[Path] = setting([], "directories of evaluate, compare or classify, to be told", metavar="DIR")
+    licences: dict[str, str] = setting({}, "the licence of each source, by its name")
+    language: Literal["en", "zh"] = setting("en", "the language of the card")
+    name: str = setting("", "what the model is called (default: the name of its directory)")
+    output: Path | None = setting(None, "the directory to put README.md in (default: that of the model)")
 
 
 class ComparedConfig(Verb):
@@ -653,6 +667,18 @@ class ServeConfig(Settings):
     prefix_megabytes: int = setting(
         256, "memory for what was read before (system prompts, histories) and is not read again; 0: none", ge=0
     )
+    engine: Literal["embedded", "vllm"] = setting(
+        "embedded", "what answers: onecard's own engine, or vLLM where it is installed, for many users"
+    )
+    vllm: Path | None = setting(
+        None, "engine vllm: its environment (a folder), python or executable; else beside this python, or on PATH"
+    )
+
+    @model_validator(mode="after")
+    def _vllm_is_meant(self) -> Self:
+        if self.vllm is not None and self.engine != "vllm":
+            raise ConfigError("vllm names a vLLM, but the embedded engine was asked for.", "Add --engine vllm.")
+        return self
 
 
 class ChatConfig(Settings):

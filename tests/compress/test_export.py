@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from onecard.compress import export as verb
-from onecard.compress import gguf_writer
-from onecard.compress.export import NotTheSame, export, strings
+from onecard.compress import gguf_writer, reading_back
+from onecard.compress.export import export
+from onecard.compress.reading_back import NotTheSame, strings
 from onecard.config import ExportConfig
 from onecard.errors import ArtifactError, ConfigError
 from onecard.model.gguf_file import read_model, read_tokenizer
@@ -213,7 +213,7 @@ def test_a_file_that_reads_back_otherwise_is_not_kept(
         tokens[first], tokens[second] = tokens[second], tokens[first]
         return tokens, types
 
-    monkeypatch.setattr(verb, "strings", lambda: ["Q"])
+    monkeypatch.setattr(reading_back, "strings", lambda: ["Q"])
     monkeypatch.setattr(gguf_writer.Writer, "_tokens", wrong)
     with pytest.raises(NotTheSame, match="splits"):
         exported(tiny_model_directory, tmp_path / "out", "f32")
@@ -225,3 +225,48 @@ def test_rows_that_no_block_divides_stay_in_16_bits(tiny_model_directory: Path) 
     assert writer._format_of("blk.0.ffn_up", (176, 64), "q4_0") == "q4_0"
     assert writer._format_of("token_embd", (384, 64), "q4_0") == "q8_0"
     assert writer._format_of("blk.0.attn_norm", (64,), "q4_0") == "f32"
+
+
+def test_a_directory_for_transformers_and_vllm(model_directory: Path, tmp_path: Path) -> None:
+    result = exported(model_directory, tmp_path / "out", "safetensors", "safetensors_f32")
+    half, whole = result["files"]
+    assert (whole["largest_logit_difference"], whole["same_next_token"]) == (0.0, 1.0)
+    assert 0 < half["largest_logit_difference"] < 0.1
+    assert half["bytes"] < 0.51 * whole["bytes"]
+    assert half["chats_with_the_same_ids"] == 3
+    model = load_model(model_directory)
+    for row, kept in ((half, torch.bfloat16), (whole, torch.float32)):
+        folder = tmp_path / "out" / row["file"]
+        made = load_model(folder)
+        for name, parameter in model.state_dict().items():
+            assert torch.equal(made.state_dict()[name], parameter.to(kept).float()), name
+        settings = json.loads((folder / "config.json").read_text())
+        # Both generations of readers.
+        assert settings["dtype"] == settings["torch_dtype"] == str(kept).removeprefix("torch.")
+        assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"]
+        assert load_tokenizer(folder).chat_template == load_tokenizer(model_directory).chat_template
+        assert (folder / "README.md").is_file()
+
+
+def test_a_chat_that_is_written_otherwise_is_found(
+    tiny_model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = gguf_writer.plain_template
+    monkeypatch.setattr(
+        gguf_writer, "plain_template", lambda text: template(text).replace("<|im_end|>\\n", "<|im_end|>")
+    )
+    assert gguf_writer.plain_template(load_tokenizer(tiny_model_directory).chat_template) != template(
+        load_tokenizer(tiny_model_directory).chat_template
+    )
+    with pytest.raises(NotTheSame, match="writes a chat otherwise"):
+        exported(tiny_model_directory, tmp_path / "out", "f16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_quantized_is_not_rounded_again(tiny_model_directory: Path, tmp_path: Path) -> None:
+    made = tmp_path / "quantized"
+    shutil.copytree(tiny_model_directory, made)
+    settings = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(ConfigError, match="quantized already"):
+        exported(made, tmp_path / "out", "f16")
