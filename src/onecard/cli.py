@@ -92,7 +92,7 @@ VERBS: dict[str, VerbEntry] = {
         "onecard.compress.export:export",
         "ExportConfig",
         "export",
-        "write a model for llama.cpp, Ollama, transformers, vLLM",
+        "write a model for llama.cpp, Ollama, vLLM",
     ),
     "card": VerbEntry("onecard.compress.card:card", "CardConfig", "", "write a model card from what is recorded"),
     "diagnose": VerbEntry(
