@@ -38,6 +38,7 @@ ORDER = [
     "compress",
     "serve",
     "pipeline",
+    "migration",
     "project",
     "cli",
 ]
@@ -144,7 +145,7 @@ def test_the_help_of_a_verb_is_light_and_shows_every_setting(verb: str) -> None:
     assert not set(HEAVY) & set(modules)
     for name, info in getattr(config, VERBS[verb].configuration).model_fields.items():
         extra = info.json_schema_extra
-        shown = (extra["metavar"] or name.upper()) if extra["positional"] else "--" + name.replace("_", "-")
+        shown = (extra["metavar"] or name.upper()) if extra["positional"] else "--" + name.rstrip("_").replace("_", "-")
         assert shown in text, name
         # argparse wraps: the words are compared, not the lines.
         assert info.description.replace("-", "").split()[-1] in text.replace("-", ""), name

@@ -810,3 +810,8 @@ class NewConfig(Settings):
     """Lay out a project of one's own: a recipe with every setting explained, and a folder for the text."""
 
     directory: Path = setting(..., "the folder to make", positional=True, metavar="DIR")
+    from_: Path | None = setting(
+        None,
+        "make the recipe of a training file of LLaMA-Factory, Axolotl or Unsloth (YAML, JSON; scripts are not run)",
+        metavar="FILE",
+    )

@@ -87,7 +87,8 @@ _FLAGGED = "flagged "
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    # A name that Python keeps for itself ends with an underscore: from_.
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def hyphenate(arguments: Sequence[str]) -> list[str]:

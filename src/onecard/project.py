@@ -1,6 +1,7 @@
 """`new` lays out a project: a recipe with every setting explained, folders for text and chats, a page on how to go on.
 
-The recipe is written from the configurations, so that it cannot fall behind them.
+The recipe is written from the configurations, so that it cannot fall behind them; or from a training file of another
+tool (migration/), with what was carried over and what was not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pydantic.fields import FieldInfo
 from onecard import artifact, console
 from onecard.config import NewConfig
 from onecard.errors import ArtifactError
+from onecard.migration.draft import Draft, Note
+from onecard.migration.read import draft_of
 from onecard.pipeline import SET_BY_RUN, STAGES, Stage
 from onecard.settings import NONE, Source
 
@@ -61,31 +64,91 @@ _README = """# {name}: a onecard project
 5. Look at `run/corpus/report.html`, `run/pretrain/report.html`, `run/evaluation/report.html`.
 6. `onecard chat run/finetune` talks to the model (`run/pretrain` if there were no chats).
 """
+_MIGRATED = """# {name}: a onecard project
+
+Made of a training file of {tool}. `recipe.toml` holds what was carried over, and at its head what is to be done first
+and what was not carried over, with the reasons.
+
+1. `onecard plan recipe.toml --card "RTX 4090"` says what it needs, before anything is there but the recipe.
+2. `onecard preview --recipe recipe.toml` shows which tokens a fine-tuning would learn.
+3. `onecard run recipe.toml` trains; Ctrl-C saves, the same command goes on.
+"""
 
 
 def new(config: NewConfig) -> dict[str, Any]:
-    """Make a project folder: recipe.toml, data/text, data/chats, README.md. ArtifactError for one that is not empty."""
+    """Make a project folder: recipe.toml, README.md, and data/text and data/chats where it is not made from a file.
+
+    ArtifactError for a folder that is not empty, ConfigError for a file that is not understood.
+    """
     directory = config.directory
+    draft = None if config.from_ is None else draft_of(config.from_)
+    recipe_of_draft = None if draft is None else draft.text()
     if directory.is_dir() and not any(directory.iterdir()):
         # In place: somebody may be standing in it.
         with artifact.disk_faults(directory):
-            _fill(directory, directory)
+            _fill(directory, directory, draft, recipe_of_draft)
     elif directory.exists():
         raise ArtifactError(f"{directory} already exists and is not empty.", "Choose another folder.")
     else:
         with artifact.new_directory(directory) as temporary:
-            _fill(temporary, directory)
+            _fill(temporary, directory, draft, recipe_of_draft)
     recipe = directory / "recipe.toml"
-    console.result(f"Made {directory}. Put text into {directory / 'data' / 'text'}, then:")
+    made: dict[str, Any] = {"directory": str(directory), "recipe": str(recipe)}
+    if draft is None:
+        console.result(f"Made {directory}. Put text into {directory / 'data' / 'text'}, then:")
+    else:
+        made |= _say_what_became(draft)
+        console.result(f"Made {directory}. {'First, in that folder:' if draft.to_do else 'Then:'}")
+        for command in draft.to_do:
+            console.result(f"  {command}")
+        console.result(f"  onecard plan {shlex.quote(str(recipe))}")
     console.result(f"  onecard run {shlex.quote(str(recipe))}")
-    return {"directory": str(directory), "recipe": str(recipe)}
+    return made
 
 
-def _fill(folder: Path, final: Path) -> None:
-    for name in ("text", "chats"):
-        (folder / "data" / name).mkdir(parents=True)
-    artifact.write_text_atomically(folder / "recipe.toml", recipe_text())
-    artifact.write_text_atomically(folder / "README.md", _README.format(name=final.resolve().name))
+def _fill(folder: Path, final: Path, draft: Draft | None, recipe_of_draft: str | None) -> None:
+    name = final.resolve().name
+    if draft is None or recipe_of_draft is None:
+        for part in ("text", "chats"):
+            (folder / "data" / part).mkdir(parents=True)
+        recipe, page = recipe_text(), _README.format(name=name)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe, page = recipe_of_draft, _MIGRATED.format(name=name, tool=draft.tool)
+    artifact.write_text_atomically(folder / "recipe.toml", recipe)
+    artifact.write_text_atomically(folder / "README.md", page)
+
+
+def _say_what_became(draft: Draft) -> dict[str, Any]:
+    """What was carried over, what has another name, what was left: tables for a person, lists for --json."""
+    if draft.carried:
+        names = ", ".join(f"{note.name} = {note.value}" for note in draft.carried)
+        console.result(f"Carried over as it was: {names}.")
+    console.table(
+        f"Carried over from {draft.tool}, under the name it has here",
+        ["there", "", "here", ""],
+        [[note.name, note.value, note.became, note.why] for note in draft.renamed],
+    )
+    if draft.left:
+        console.table(
+            "Not carried over",
+            ["there", "", "why"],
+            [[note.name, note.value, note.why] for note in draft.left],
+        )
+    if draft.idle:
+        console.note(f"Not needed, or done by itself: {', '.join(draft.idle)}.")
+
+    def listed(notes: list[Note]) -> list[dict[str, str]]:
+        return [{"name": n.name, "value": n.value, "setting": n.became, "why": n.why} for n in notes]
+
+    return {
+        "tool": draft.tool,
+        "carried": listed(draft.carried),
+        "renamed": listed(draft.renamed),
+        "left": listed(draft.left),
+        "not_needed": draft.idle,
+        "first": draft.to_do,
+    }
 
 
 def recipe_text() -> str:

@@ -1,0 +1,1 @@
+"""Settings of other tools become recipes: `onecard new DIR --from FILE`."""
