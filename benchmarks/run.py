@@ -143,6 +143,31 @@ def sft(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
+def dpo(arguments: argparse.Namespace) -> list[str]:
+    """DPO with adapters on SmolLM2-135M: onecard and TRL's DPOTrainer, alternating."""
+    own = [word for path in arguments.rows for word in ("--rows", path)]
+    if arguments.model_to_tune is not None:
+        own += ["--model", str(arguments.model_to_tune)]
+    if arguments.tiny:
+        own += [*["--updates", "3", "--count", "8", "--batch", "2", "--no-compile"]]
+    engines = {"onecard": ("dpo.py", ["onecard", *own])}
+    if has("trl", "datasets", "peft"):
+        engines["TRL"] = ("dpo.py", ["trl", *own])
+    found = alternating(arguments.pairs or 3, engines)
+    return [
+        "### Preferences",
+        "",
+        f"DPO, LoRA of rank 16 on SmolLM2-135M-Instruct, {precision_of(found)}; pairs of natural lengths up to 1,024 "
+        f"tokens, the same for both; tokens of both conversations of a pair, padding left out, a second; medians of "
+        f"{pairs_of(found)} rounds, over the updates after the first two. The reference counts in both. TRL as people "
+        "start it: 4 pairs an update, padded, gradient checkpointing (its default).",
+        "",
+        *table(found, counted="content tokens/s"),
+        "",
+        ratios(found, "onecard", "TRL") if has("trl") else MISSING,
+    ]
+
+
 def memory(arguments: argparse.Namespace) -> list[str]:
     """137M Llama, 8 x 1,024 tokens an update: Trainer and several ways of onecard."""
     size = [] if not arguments.tiny else [*["--layers", "2", "--vocabulary", "500", "--length", "64", "--no-compile"]]
@@ -243,6 +268,7 @@ def published(_: argparse.Namespace) -> list[str]:
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "dense": dense,
     "sft": sft,
+    "dpo": dpo,
     "memory": memory,
     "start": start,
     "clean": clean,
