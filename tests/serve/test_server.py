@@ -292,7 +292,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**70}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"model": None}, "model"),

@@ -22,11 +22,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from onecard.errors import OnecardError
-from onecard.serve import page, protocol
+from onecard.serve import answers, page, protocol
 from onecard.serve.access import Counted, KeyRequired, LocalNames
+from onecard.serve.answers import Form
 from onecard.serve.engine import Engine
 from onecard.serve.metrics import Metrics
-from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest, Form
+from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest
 from onecard.serve.requests import (
     EngineClosedError,
     Event,
@@ -36,6 +37,7 @@ from onecard.serve.requests import (
     QueueFullError,
     TokenEvent,
 )
+from onecard.serve.structure import Structure, StructureRefusedError
 from onecard.serve.tools import ToolCalls
 from onecard.tokenizer.template import encode_chat, encode_prompt
 
@@ -88,6 +90,17 @@ class Service:
         except OnecardError as fault:
             raise ApiError(400, f"messages: {fault.what} {fault.remedy}", parameter="messages") from None
 
+    def structure(self, request: ChatRequest) -> Structure | None:
+        """What the answer is held to; ApiError 400 if it cannot be compiled."""
+        grammar = request.grammar
+        if grammar is None:
+            return None
+        try:
+            return self.engine.structures.compile(grammar)
+        except StructureRefusedError as fault:
+            name = request.structure_name
+            raise ApiError(400, f"{name}: {fault.what} {fault.remedy}", parameter=name) from None
+
     def encode_completion(self, request: CompletionRequest) -> list[int]:
         """Token ids of a prompt: as given, or BOS and the text."""
         prompt = request.only_prompt
@@ -137,7 +150,8 @@ def make_app(service: Service) -> FastAPI:
         wanted = protocol.parse(ChatRequest, await _read_body(request))
         service.check_model(wanted.model)
         ids = await asyncio.to_thread(service.encode_chat, wanted)
-        return await _answer(service, request, wanted, ids, "messages")
+        structure = await asyncio.to_thread(service.structure, wanted)
+        return await _answer(service, request, wanted, ids, "messages", structure)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -237,7 +251,12 @@ class _Stream:
 
 
 async def _answer(
-    service: Service, request: Request, wanted: ChatRequest | CompletionRequest, ids: list[int], prompt_name: str
+    service: Service,
+    request: Request,
+    wanted: ChatRequest | CompletionRequest,
+    ids: list[int],
+    prompt_name: str,
+    structure: Structure | None = None,
 ) -> Response:
     engine = service.engine
     generation = wanted.generation(engine.sampling_defaults, engine.vocabulary)
@@ -248,7 +267,7 @@ async def _answer(
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     try:
-        handle = engine.submit(ids, replace(generation, continues_text=not is_chat), listen)
+        handle = engine.submit(ids, replace(generation, continues_text=not is_chat, structure=structure), listen)
     except PromptRefusedError as fault:
         name = prompt_name if fault.parameter == "prompt" else wanted.answer_limit()[1]
         code = "context_length_exceeded" if fault.too_long else None
@@ -307,7 +326,7 @@ async def _server_sent_events(
             else:
                 yield line(form.chunk(reason=_finish_reason(event, tools)))
                 if with_usage:
-                    counts = protocol.usage(stream.handle.prompt_tokens, event.completion_tokens)
+                    counts = answers.usage(stream.handle.prompt_tokens, event.completion_tokens)
                     yield line(form.usage_chunk(counts))
     yield "data: [DONE]\n\n"
 
@@ -336,7 +355,7 @@ async def _whole(request: Request, stream: _Stream, form: Form, tools: ToolCalls
             text,
             [event for event in events if isinstance(event, TokenEvent)],
             _finish_reason(last, tools),
-            protocol.usage(stream.handle.prompt_tokens, last.completion_tokens),
+            answers.usage(stream.handle.prompt_tokens, last.completion_tokens),
             [{key: value for key, value in call.items() if key != "index"} for call in tools.found] if tools else [],
         )
     )

@@ -31,6 +31,7 @@ from onecard.serve.requests import (
     TokenEvent,
 )
 from onecard.serve.sampling import Sampler, choose_all, generation_stop_ids, sampling_defaults, token_logprobs
+from onecard.serve.structure import Structures
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,7 @@ class Engine:
         self.vocabulary: int = min(self.token_bytes.size, embedding.weight.shape[0])
         self.sampling_defaults = sampling_defaults(model)
         self.stop_ids = frozenset(stop_token_ids(tokenizer)) | generation_stop_ids(model)
+        self.structures = Structures(self.token_bytes, self.vocabulary, self.stop_ids)
         self.computed_tokens = 0
         """Tokens of prompts and answers that went through the model."""
         self._model: Any = model
@@ -136,7 +138,7 @@ class Engine:
             list(ids),
             limit,
             parameters,
-            Sampler(parameters.sampling, ids, self.vocabulary, self._model.device),
+            Sampler(parameters.sampling, ids, self.vocabulary, self._model.device, parameters.structure),
             Detokenizer(self.token_bytes, parameters.stop, continues=parameters.continues_text),
         )
         with self._changed:
@@ -326,8 +328,10 @@ class Engine:
 
     def _accept(self, request: _Running, token: int, logits_V: torch.Tensor) -> bool:
         """Announce one token; True if the answer has ended."""
+        structure = request.parameters.structure
         if token < 0:
-            request.finish("error", "The model's output is not a number (NaN or infinite): its weights are damaged.")
+            damaged = "The model's output is not a number (NaN or infinite): its weights are damaged."
+            request.finish("error", structure.fault or damaged if structure is not None else damaged)
             return True
         if token in self.stop_ids and not request.parameters.ignore_eos:
             request.finish("stop")
@@ -339,7 +343,7 @@ class Engine:
         top = request.parameters.sampling.top_logprobs
         logprobs = None if top is None else token_logprobs(logits_V, token, top)
         request.handle.emit(TokenEvent(token, request.detokenizer.feed(token), logprobs))
-        if request.detokenizer.stopped:
+        if request.detokenizer.stopped or (structure is not None and structure.complete):
             request.finish("stop")
         elif request.said == request.limit:
             request.finish("length")

@@ -1,24 +1,21 @@
-"""The wire format: OpenAI's chat and text completions, as requests to check and answers to build.
+"""The wire format of requests: OpenAI's chat and text completions.
 
-In: the bytes of a request's body. Out: a checked request, or an ApiError that names what is wrong; and the JSON values
-of answers and of streamed chunks. Types are strict (a string is not a number). Fields that nobody knows are ignored,
-since clients send extras; known ones that this server does not honour are refused by name. It does not know the
-engine's threads or HTTP.
+In: the bytes of a request's body. Out: a checked request, or an ApiError that names what is wrong. Types are strict (a
+string is not a number). Fields that nobody knows are ignored, since clients send extras; known ones that this server
+does not honour are refused by name. It does not know the engine's threads or HTTP.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from onecard.serve.detokenize import TokenBytes
-from onecard.serve.requests import GenerationParameters, TokenEvent
+from onecard.serve.requests import GenerationParameters
 from onecard.serve.sampling import SamplingParameters
+from onecard.serve.structure import Schema, call_grammar, json_grammar
 
 _LARGEST_SEED = 2**63 - 1
 # A count beyond any context; keeps numbers printable.
@@ -173,6 +170,48 @@ class Message(_Strict):
         return made
 
 
+class JsonSchema(_Strict):
+    """A schema that an answer keeps to, whether `strict` or not."""
+
+    name: Annotated[str, Field(max_length=1000)] = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What an answer is: free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing")
+        return self
+
+    @property
+    def wanted(self) -> Schema | None:
+        """The schema of the answer; None for free text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
+class NamedFunction(_Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
@@ -181,9 +220,9 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
 
     def answer_limit(self) -> tuple[int | None, str]:
@@ -200,10 +239,12 @@ class ChatRequest(_Request):
             raise ApiError(400, "top_logprobs needs logprobs to be true.", parameter="top_logprobs")
         if self.functions:
             raise unsupported("functions", "use tools.")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise unsupported("tool_choice", 'only "auto" and "none" are.')
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise unsupported("response_format", "only text is; ask for JSON in the prompt.")
+        if self.tool_choice == "required" and not self.tools:
+            raise ApiError(400, 'tool_choice is "required", but there are no tools.', parameter="tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in [found for found, _ in self._functions()]:
+                raise ApiError(400, f"tool_choice: no tool is named {name[:100]!r}.", parameter="tool_choice")
         if self.modalities is not None and self.modalities != ["text"]:
             raise unsupported("modalities", "only text is.")
 
@@ -211,6 +252,39 @@ class ChatRequest(_Request):
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model is told of."""
         return (self.tools or None) if self.tool_choice != "none" else None
+
+    @property
+    def grammar(self) -> str | None:
+        """What the answer is held to, for `structure`; None where it is free."""
+        wanted = None if self.response_format is None else self.response_format.wanted
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return call_grammar([tool for tool in self._functions() if tool[0] == name])
+        if self.tool_choice == "required":
+            return call_grammar(self._functions())
+        if wanted is None:
+            return None
+        return call_grammar(self._functions(), otherwise=wanted) if self.offered_tools else json_grammar(wanted)
+
+    @property
+    def structure_name(self) -> str:
+        """The field that `grammar` comes from, to name it in errors."""
+        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+            return "tools"
+        return "response_format.json_schema.schema"
+
+    def _functions(self) -> list[tuple[str, Schema]]:
+        """Names of the tools, and the schemas of their arguments."""
+        found: list[tuple[str, Schema]] = []
+        for index, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            parameters = (function.get("parameters") or {}) if isinstance(function, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ApiError(400, f"tools[{index}].function.name is missing.", parameter="tools")
+            if not isinstance(parameters, dict):
+                raise ApiError(400, f"tools[{index}].function.parameters is not an object.", parameter="tools")
+            found.append((function["name"], {"type": "object", **parameters}))
+        return found
 
 
 class CompletionRequest(_Request):
@@ -287,106 +361,3 @@ def _field_name(location: Sequence[str | int]) -> str:
         elif part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained"):
             name += f".{part}" if name else part
     return name
-
-
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
-def token_spelling(token_bytes: TokenBytes, token_id: int) -> tuple[str, list[int]]:
-    """How a token is shown beside its probability: text, with parts of characters as \\x.., and its bytes."""
-    raw = token_bytes(token_id, special=True)
-    return raw.decode("utf-8", "backslashreplace"), list(raw)
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Counted tokens; the end-of-turn token is not among them."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-@dataclass
-class Form:
-    """Builds the JSON of one answer: `whole` at once, or `chunk` by chunk."""
-
-    model: str
-    token_bytes: TokenBytes
-    chat: bool
-
-    def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self._text_offset = 0
-
-    def whole(
-        self,
-        text: str,
-        tokens: Sequence[TokenEvent],
-        reason: str,
-        counts: Mapping[str, int],
-        calls: Sequence[dict[str, Any]] = (),
-    ) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
-        said: dict[str, Any] = {"text": text}
-        if self.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-            said = {"message": message | ({"tool_calls": list(calls)} if calls else {})}
-        choice = {"index": 0, **said, "logprobs": self.logprobs(tokens), "finish_reason": reason}
-        return self._envelope([choice], streamed=False) | {"usage": dict(counts)}
-
-    def chunk(
-        self,
-        delta: Mapping[str, Any] | None = None,
-        *,
-        text: str = "",
-        tokens: Sequence[TokenEvent] = (),
-        reason: str | None = None,
-    ) -> dict[str, Any]:
-        """One piece of a stream: new text (or, in a chat, a delta), or the reason of the end."""
-        said: dict[str, Any] = {"text": text}
-        if self.chat:
-            said = {"delta": dict(delta) if delta is not None else {"content": text} if text or tokens else {}}
-        choice = {"index": 0, **said, "logprobs": self.logprobs(tokens), "finish_reason": reason}
-        return self._envelope([choice], streamed=True)
-
-    def usage_chunk(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """The last piece of a stream that was asked to say its usage."""
-        return self._envelope([], streamed=True) | {"usage": dict(counts)}
-
-    def _envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-    def logprobs(self, tokens: Sequence[TokenEvent]) -> dict[str, Any] | None:
-        """Log-probabilities, one entry a token; None where they are not wanted."""
-        scored = [(event, event.logprobs) for event in tokens if event.logprobs is not None]
-        if not scored:
-            return None
-        if self.chat:
-            return {
-                "content": [
-                    self._entry(event.token_id, found.logprob)
-                    | {"top_logprobs": [self._entry(token, logprob) for token, logprob in found.top]}
-                    for event, found in scored
-                ],
-                "refusal": None,
-            }
-        offsets = []
-        for event, _ in scored:
-            offsets.append(self._text_offset)
-            self._text_offset += len(event.text)
-        return {
-            "tokens": [self._spelled(event.token_id) for event, _ in scored],
-            "token_logprobs": [found.logprob for _, found in scored],
-            "top_logprobs": [{self._spelled(token): logprob for token, logprob in found.top} for _, found in scored],
-            "text_offset": offsets,
-        }
-
-    def _spelled(self, token_id: int) -> str:
-        return token_spelling(self.token_bytes, token_id)[0]
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        spelled, raw = token_spelling(self.token_bytes, token_id)
-        return {"token": spelled, "logprob": logprob, "bytes": raw}

@@ -8,10 +8,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from onecard.errors import OnecardError
 from onecard.serve.sampling import SamplingParameters, TokenLogprobs
+
+if TYPE_CHECKING:
+    from onecard.serve.structure import Structure
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -41,7 +44,8 @@ class GenerationParameters:
     """What one request wants. `max_tokens` None: up to the end of the context.
 
     `stop` ends the answer before any of these strings. `ignore_eos` goes on after an end-of-turn token.
-    `continues_text` says that the answer continues the prompt's text rather than begins a new one.
+    `continues_text` says that the answer continues the prompt's text rather than begins a new one. An answer with a
+    `structure` (which is of this answer alone) keeps to it, and ends where it is complete.
     """
 
     max_tokens: int | None = None
@@ -49,6 +53,7 @@ class GenerationParameters:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     continues_text: bool = False
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
