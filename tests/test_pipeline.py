@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onecard import artifact, console, pipeline
-from onecard.config import EvaluateConfig, FinetuneConfig, PretrainConfig, RunConfig
+from onecard.config import ClassifyConfig, EvaluateConfig, FinetuneConfig, PretrainConfig, RunConfig
 from onecard.errors import ArtifactError, ConfigError
 from onecard.pipeline import run
 
@@ -298,6 +298,47 @@ def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr("onecard.pipeline._Walk._ask", ask)
     return given
+
+
+def test_classes_are_the_sources_of_the_text_and_held_out_is_what_was_held_out(
+    folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onecard.data.labelled import read_labelled
+
+    given: list[ClassifyConfig] = []
+
+    def stand_in(config: ClassifyConfig) -> dict[str, Any]:
+        given.append(config)
+        with artifact.new_directory(config.output) as temporary:
+            (temporary / "weights").write_text("")
+            artifact.write_manifest(temporary, "run", settings={}, result={})
+        return {}
+
+    monkeypatch.setattr("onecard.train.classify.classify", stand_in)
+    for name in ("good", "bad"):
+        rows = "".join(f'{{"text": "This is the {name} text of the number {n}."}}\n' for n in range(20))
+        (folder / f"{name}.jsonl").write_text(rows)
+    sources = '[{ name = "good", path = "good.jsonl" }, { name = "bad", path = "bad.jsonl" }]'
+    (folder / "recipe.toml").write_text(
+        f'output = "out"\n[clean]\nsources = {sources}\nheld_out = 0.2\nnear_duplicates = false\n[tokenizer]\n'
+        "vocabulary_size = 300\n[pretrain]\nsize = '2M'\n[classify]\n"
+    )
+    assert states(folder) == ["done"] * 4
+    (config,) = given
+    assert config.model == folder / "out" / "pretrain"
+    found = list(
+        read_labelled(
+            config.sources,
+            label_field=config.label_field,
+            several=False,
+            strict=True,
+            reject=lambda rejection: None,
+            split_field=config.split_field,
+        )
+    )
+    assert {row.labels for row in found} == {("good",), ("bad",)}
+    assert all(row.labels[0] in row.text for row in found)
+    assert (len(found), sum(bool(row.held_out) for row in found)) == (40, 8)
 
 
 def test_each_stage_takes_what_the_one_before_made(folder: Path, asked: dict[str, Any]) -> None:

@@ -416,6 +416,11 @@ class ClassifyConfig(FurtherConfig):
         "auto", "tokens of a text, longer ones are cut at the end; auto: 512, or what the model can read"
     )
     label_field: str = setting("auto", "the key or column that holds the label; auto recognises the usual names")
+    split_field: str | None = setting(
+        None,
+        "the key or column that says which texts are held out (held_out, test, dev, validation) and which are learned "
+        "(train); none: a share, by the text",
+    )
     several_labels: bool = setting(False, "a text may have several labels (a list), or none")
     class_weights: Literal["none", "balanced"] = setting("none", "balanced: rare classes count as much as common ones")
 

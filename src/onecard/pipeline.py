@@ -1,10 +1,10 @@
 """`run` walks a recipe from raw text to a served model.
 
-A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [align], [evaluate],
-[compare], [ask]. Stages that are not in it are left out. Each stage writes one directory below the recipe's output and
-takes what the stages before it wrote, unless the recipe names something else. A stage is skipped when its settings and
-the content of its inputs are what they were (wherever they lie); what an earlier run of it left is moved to previous/,
-where the newest of each stage are kept; a directory that onecard did not make is left where it is.
+A recipe is a TOML file with a table a stage: [clean], [tokenizer], [pretrain], [finetune], [align], [classify],
+[evaluate], [compare], [ask]. Stages that are not in it are left out. Each stage writes one directory below the recipe's
+output and takes what the stages before it wrote, unless the recipe names something else. A stage is skipped when its
+settings and the content of its inputs are what they were (wherever they lie); what an earlier run of it left is moved
+to previous/, where the newest of each stage are kept; a directory that onecard did not make is left where it is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from onecard import artifact, console
 from onecard.config import (
     AlignConfig,
     AskConfig,
+    ClassifyConfig,
     CleanConfig,
     CompareConfig,
     EvaluateConfig,
@@ -75,6 +76,7 @@ STAGES = (
     ),
     Stage("finetune", "finetune", "onecard.train.finetune:finetune", FinetuneConfig, {"model": ("pretrain",)}),
     Stage("align", "align", "onecard.train.align:align", AlignConfig, {"model": ("finetune", "pretrain")}),
+    Stage("classify", "classify", "onecard.train.classify:classify", ClassifyConfig, {"model": ("pretrain",)}),
     Stage(
         "evaluate",
         "evaluation",
@@ -189,6 +191,10 @@ class _Walk:
                 values["vocabulary_size"] = preset(size).vocabulary
         if stage.name == "finetune" and values.get("text_share") and "corpus" not in values and self._makes("clean"):
             values["corpus"] = self.output / "corpus"
+        if stage.name == "classify" and "sources" not in values and self._makes("clean"):
+            # The texts of [clean], each with the name of its source as its label, held out as there.
+            documents = str(self.output / "corpus" / "documents-*.parquet")
+            values = {"label_field": "source", "split_field": "split", **values, "sources": [documents]}
         if stage.name == "evaluate":
             if "questions" not in values and self._makes("finetune"):
                 tuned = relative_to(self.base, FinetuneConfig, self.recipe["finetune"])

@@ -37,7 +37,7 @@ _FIRST: dict[str, tuple[str, ...]] = {
     "evaluate": ("question_count", "max_new_tokens"),
 }
 # Stages that need what a newcomer does not have.
-FOR_LATER = ("align", "compare")
+FOR_LATER = ("align", "classify", "compare")
 _HEAD = """\
 # The way from your text to a model that answers, stage by stage:  onecard run recipe.toml
 #

@@ -294,6 +294,20 @@ def test_a_file_for_each_class_needs_no_label_field(tmp_path: Path, tiny_model_d
     assert found["kept"] == 40
 
 
+def test_a_column_may_say_what_is_held_out(tmp_path: Path, tiny_model_directory: Path) -> None:
+    rows = [
+        {"text": f"Number {n} is {word}.", "label": word, "part": part}
+        for n, part in enumerate(["train"] * 6 + ["dev", "test"] + ["?"])
+        for word in ("good", "bad")
+    ]
+    (tmp_path / "parts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = [str(tmp_path / "parts.jsonl")]
+    found = made(tmp_path, tiny_model_directory, max_steps=1, sources=parts, split_field="part")["rows"]
+    assert found["held_out"] == 4
+    assert found["dropped"] == {"unknown_split": 2}
+    assert found["texts_of_label"] == {"bad": 6, "good": 6}
+
+
 def test_predict_writes_a_line_for_each_row_and_compares(tmp_path: Path, tiny_model_directory: Path) -> None:
     made(tmp_path, tiny_model_directory)
     rows = [{"text": "lovely room", "label": "good"}, {"note": "nothing"}, {"text": "太差", "label": "bad"}]

@@ -22,15 +22,23 @@ LABEL_FIELDS = (
 )  # fmt: skip
 
 
+# What a column calls the rows that measure, and those that are learned.
+_SPLITS = {"held_out": True, "test": True, "dev": True, "valid": True, "validation": True, "eval": True, "train": False}
+
+
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One text, its labels (one where classes exclude each other), and where it stands."""
+    """One text, its labels (one where classes exclude each other), and where it stands.
+
+    `held_out` is what the row itself says of that, if it does.
+    """
 
     text: str
     labels: tuple[str, ...]
     file: str
     line: int
     source: str
+    held_out: bool | None = None
 
 
 def read_labelled(
@@ -40,10 +48,12 @@ def read_labelled(
     several: bool,
     strict: bool,
     reject: Callable[[Rejection], None],
+    split_field: str | None = None,
 ) -> Iterator[Labelled]:
     """Stream the rows of all sources in order; DataError at the end if not one could be used.
 
-    `several`: a row may have several labels (a list) or none; else it has exactly one.
+    `several`: a row may have several labels (a list) or none; else it has exactly one. `split_field`: where a row says
+    whether it is held out.
     """
     kept = 0
     columns: dict[str, None] = {}
@@ -56,12 +66,17 @@ def read_labelled(
                 found = (source.name,)
             text = text_of(row.values, source.field)
             reason = _fault(text, found, several=several)
+            held_out = None
+            if split_field is not None:
+                held_out = _SPLITS.get(str(row.values.get(split_field)).strip().lower())
+                if held_out is None:
+                    reason = reason or "unknown_split"
             if reason is not None:
                 refuse(Rejection(reason, row.file, row.line, _shown(row)), strict=strict, reject=reject)
                 continue
             assert text is not None and found is not None
             kept += 1
-            yield Labelled(text, found, row.file, row.line, source.label)
+            yield Labelled(text, found, row.file, row.line, source.label, held_out)
     if not kept:
         raise DataError(
             f"No labelled text is left; the fields are: {', '.join(list(columns)[:20]) or 'none'}.",

@@ -132,6 +132,7 @@ def _write_stores(
                 several=config.several_labels,
                 strict=config.strict,
                 reject=reject,
+                split_field=config.split_field,
             )
         )
         read = len(rows) + dropped.total()
@@ -187,11 +188,13 @@ def _in_order(labels: set[str]) -> list[str]:
 
 
 def _split(config: ClassifyConfig, rows: list[Labelled]) -> dict[str, list[Labelled]]:
-    """By the text; rows of a class that would have none to learn from are learned from."""
+    """As the rows say it, else by the text; rows of a class that would have none to learn from are learned from."""
     splits: dict[str, list[Labelled]] = {name: [] for name in SPLITS}
     for row in rows:
-        share = int(artifact.hash_json([config.seed, row.text])[:8], 16) / 16**8
-        splits["held_out" if share < config.held_out else "train"].append(row)
+        held_out = row.held_out
+        if held_out is None:
+            held_out = int(artifact.hash_json([config.seed, row.text])[:8], 16) / 16**8 < config.held_out
+        splits["held_out" if held_out else "train"].append(row)
     learned = {label for row in splits["train"] for label in row.labels}
     unseen = [row for row in splits["held_out"] if not set(row.labels) <= learned]
     splits["train"] += unseen
