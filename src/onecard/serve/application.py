@@ -21,10 +21,12 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from onecard import __version__
 from onecard.errors import OnecardError
 from onecard.serve import answers, page, protocol
 from onecard.serve.access import Counted, KeyRequired, LocalNames
 from onecard.serve.answers import Form
+from onecard.serve.description import describe
 from onecard.serve.engine import Engine
 from onecard.serve.metrics import Metrics
 from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest
@@ -124,6 +126,10 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/")
     async def chat_page() -> Response:
         return HTMLResponse(page.html(service.name, asks_key=bool(service.key)), headers=page.HEADERS)
+
+    @app.get("/openapi.json")
+    async def description() -> dict[str, Any]:
+        return describe(__version__, asks_key=bool(service.key))
 
     @app.get("/metrics")
     async def metrics() -> Response:
