@@ -88,6 +88,9 @@ VERBS: dict[str, VerbEntry] = {
     "prune": VerbEntry(
         "onecard.compress.prune:prune", "PruneConfig", "prune", "leave out layers, heads, channels or weights"
     ),
+    "merge": VerbEntry(
+        "onecard.compress.merge:merge", "MergeConfig", "merge", "add adapters, or models of one base, to the base"
+    ),
     "export": VerbEntry(
         "onecard.compress.export:export",
         "ExportConfig",

@@ -4,6 +4,8 @@ stands beside the weights of the model that it was made of.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,14 +13,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
+from onecard.compress.reading_back import NotTheSame
 from onecard.errors import ArtifactError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SPARE_BYTES = 256 << 20
+# Logits of a written model beside those of what it stands for, as a share of their spread: the order of sums.
+SAME = 1e-4
 # Written anew for each directory, or told of the other one.
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", "report.json", artifact.MANIFEST)
+
+
+def read_by_others(folder: Path) -> Any:
+    """The model in a directory as transformers reads it, fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from onecard.model.lora import quiet
+
+    console.note("  reading it back with transformers")
+    # The libraries draw bars of their own.
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
+    return model.eval()
+
+
+def check_same(off: float, most: float = SAME) -> float:
+    """`off`, the distance of what was read back from what was meant, as a share; NotTheSame if it is no rounding."""
+    if not off < most:
+        raise NotTheSame(f"transformers reads another model ({off:.2g} away).", "Please report this model.")
+    return off
 
 
 def check_room(output: Path, wanted: int) -> None:

@@ -18,27 +18,22 @@ from onecard import artifact, console
 from onecard.compress import comparison
 from onecard.compress.directories import (
     check_room,
+    check_same,
     copy_companions,
+    read_by_others,
     stored_tensors,
     weight_bytes,
     write_model,
     written_settings,
 )
 from onecard.config import PruneConfig
-from onecard.errors import ArtifactError, ConfigError, OnecardError
+from onecard.errors import ArtifactError, ConfigError
 from onecard.model.load import load_model, load_tokenizer, model_directory, weights_hash
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from onecard.compress.structure import Kept, Shape
-
-# Logits of the smaller model beside those of the silenced original, as a share of their spread: the order of sums.
-SAME = 1e-4
-
-
-class NotTheSame(OnecardError):
-    """A written model was not read back as what it was meant to be."""
 
 
 def prune(config: PruneConfig) -> dict[str, Any]:
@@ -149,6 +144,7 @@ def write_pruned(config: PruneConfig, directory: Path, tokenizer: Any, folder: P
 
 def _cut(config: PruneConfig, directory: Path, model: Any, rows: Sequence[Tensor], folder: Path) -> dict[str, Any]:
     from onecard.compress.structure import silence, skipping, smaller_settings, smaller_tensors
+    from onecard.model.lora import deviation
 
     old, new = _goal(config, directory)
     kept, facts = choose(config, model, rows, old, new)
@@ -157,7 +153,7 @@ def _cut(config: PruneConfig, directory: Path, model: Any, rows: Sequence[Tensor
     artifact.write_json_atomically(folder / "pruning.json", asdict(kept))
     silence(model, old, kept)
     with skipping(model.model.layers, set(range(old.layers)) - set(kept.layers)):
-        facts["read_back_deviation"] = _read_back(folder, model)
+        facts["read_back_deviation"] = check_same(deviation(read_by_others(folder), model))
     return {**facts, "original_shape": asdict(old), "shape": asdict(new)}
 
 
@@ -199,7 +195,7 @@ def choose(
 def _empty(config: PruneConfig, model: Any, rows: Sequence[Tensor], source: Path, folder: Path) -> dict[str, Any]:
     """Write the model in `source` with weights at zero into `folder`."""
     from onecard.compress.sparsity import check_widths, sparsify
-    from onecard.model.lora import linear_layers
+    from onecard.model.lora import deviation, linear_layers
 
     assert config.sparsity is not None
     check_widths(model, linear_layers(model), config.sparsity)
@@ -208,7 +204,7 @@ def _empty(config: PruneConfig, model: Any, rows: Sequence[Tensor], source: Path
     for name, mask in masks.items():
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * mask
     write_model(folder, tensors, written_settings(source))
-    read_back = _read_back(folder, model)
+    read_back = check_same(deviation(read_by_others(folder), model))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     return {
         "sparsity": config.sparsity,
@@ -216,22 +212,6 @@ def _empty(config: PruneConfig, model: Any, rows: Sequence[Tensor], source: Path
         "sparse_weights": sum(mask.numel() for mask in masks.values()),
         "read_back_deviation": read_back,
     }
-
-
-def _read_back(folder: Path, meant: Any) -> float:
-    """How far the logits of what transformers reads are from those of `meant`, over their spread; else NotTheSame."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from onecard.model.lora import deviation, quiet
-
-    console.note("  reading it back with transformers")
-    with quiet():
-        theirs: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-    off = deviation(theirs.eval(), meant)
-    if not off < SAME:
-        raise NotTheSame(f"transformers reads another model ({off:.2g} away).", "Please report this model.")
-    return off
 
 
 # --- healing ------------------------------------------------------------------------------------------------------

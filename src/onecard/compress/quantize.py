@@ -7,18 +7,24 @@ load both. A directory is put in place only after transformers has read it with 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
 from onecard.compress import comparison
-from onecard.compress.directories import check_room, copy_companions, write_model, written_settings
+from onecard.compress.directories import (
+    check_room,
+    check_same,
+    copy_companions,
+    read_by_others,
+    stored_tensors,
+    write_model,
+    written_settings,
+)
 from onecard.config import QuantizeConfig
-from onecard.errors import ConfigError, MissingExtra, OnecardError
+from onecard.errors import ConfigError, MissingExtra
 from onecard.model.load import load_model, load_tokenizer, model_directory
 
 if TYPE_CHECKING:
@@ -28,14 +34,8 @@ if TYPE_CHECKING:
 
 # The largest number of float8 e4m3.
 _FLOAT8_MOST = 448.0
-# Logits of the written model beside those of what it stands for, as a share of their spread: the order of sums.
-SAME = 1e-4
 # Rounding to NF4 moves weights that are spread like a bell by a tenth of their length.
 NEAR = 0.2
-
-
-class NotTheSame(OnecardError):
-    """A written model was not read back as what it was meant to be."""
 
 
 def quantize(config: QuantizeConfig) -> dict[str, Any]:
@@ -52,7 +52,6 @@ def quantize(config: QuantizeConfig) -> dict[str, Any]:
         else:
             facts = _write_compressed(config, directory, tokenizer, folder)
         copy_companions(directory, folder)
-        console.note("  reading it back with transformers")
         facts["read_back_deviation"] = _read_back(directory, folder, config.format)
         name = {"int8": "8-bit", "int4": "4-bit", "nf4": "NF4", "float8": "float8"}[config.format]
         compared = comparison.compare(directory, folder, material, config, f"The {name} form")
@@ -116,7 +115,7 @@ def _write_compressed(config: QuantizeConfig, directory: Path, tokenizer: Any, f
     kept = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[_kept(config, settings)]
     tied = bool(settings.get("tie_word_embeddings"))
     tensors: dict[str, Tensor] = {}
-    originals = _original_state(directory)
+    originals = stored_tensors(directory)
     for name, tensor in originals.items():
         stem = name.removesuffix(".weight")
         if stem not in names:
@@ -176,18 +175,6 @@ def _layers(model: Any, directory: Path, *, head: bool) -> list[str]:
     if head:
         names.append(next(n for n, m in model.named_modules() if m is model.get_output_embeddings()))
     return names
-
-
-def _original_state(directory: Path) -> dict[str, Tensor]:
-    """The tensors as they lie in the directory, by name."""
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    if written_settings(directory).get("tie_word_embeddings"):
-        found.pop("lm_head.weight", None)
-    return found
 
 
 def _stored(
@@ -312,19 +299,12 @@ def _read_back(directory: Path, folder: Path, form: str) -> float:
     Integers and float8: the logits beside those of the model as onecard opens it, over their spread. NF4, whose codes
     only its library knows: the largest distance of a layer's weight from the original, over its length.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
+    from onecard.model.lora import deviation
 
-    from onecard.model.lora import deviation, quiet
-
-    # The library draws bars of its own.
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        theirs: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
-        theirs.eval()
-        off = _distance(theirs, directory) if form == "nf4" else deviation(theirs, load_model(folder))
-    if not off < (NEAR if form == "nf4" else SAME):
-        raise NotTheSame(f"transformers reads another model ({off:.2g} away).", "Please report this model.")
-    return off
+    theirs = read_by_others(folder)
+    if form == "nf4":
+        return check_same(_distance(theirs, directory), NEAR)
+    return check_same(deviation(theirs, load_model(folder)))
 
 
 def _distance(quantized: Any, directory: Path) -> float:

@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onecard import artifact
 from onecard.errors import ConfigError, MissingExtra
 from onecard.model import attention
 from onecard.settings import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ADAPTER = "default"
 # Where adapters begin: default (A random, B zero), gaussian (the same, A normally distributed), orthogonal (both
@@ -190,10 +193,7 @@ def _for_the_whole_weights(found: dict[str, Any], begun: dict[str, Any], setting
 
 def merge(model: Any) -> None:
     """Add every adapter to the weight that it stands beside and remove it: `model` is of its own kind again."""
-    with quiet():
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]:
+    for name, module in adapted_layers(model):
         module.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.get_base_layer())
@@ -202,6 +202,14 @@ def merge(model: Any) -> None:
         delattr(model, _BEGUN)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
+
+
+def adapted_layers(model: Any) -> list[tuple[str, Any]]:
+    """The layers that have adapters beside them, by full name."""
+    with quiet():
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def merge_into(model: Any, adapted: Any, besides: Sequence[str] = ()) -> None:
@@ -221,20 +229,29 @@ def merge_into(model: Any, adapted: Any, besides: Sequence[str] = ()) -> None:
 
 
 def deviation(one: Any, other: Any) -> float:
-    """Mean distance of the logits of two models on a short arbitrary text, over the spread of those of `other`."""
+    """How far the logits of two models are apart on a short arbitrary text: see `apart`."""
+    return apart(logits(one), logits(other))
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Mean distance of two sets of logits, over the spread of those of `other`."""
+    return float((one - other).abs().mean() / other.std())
+
+
+def logits(model: Any, text_ids: Sequence[int] | None = None) -> Tensor:
+    """What a model says to these ids, 1 x tokens x rows, fp32 on the host; none given: a short arbitrary text."""
     import torch
 
-    found = []
-    for model in (one, other):
-        was_training = model.training
-        attention.use_own(model)
-        model.eval()
-        rows = model.get_input_embeddings().weight.shape[0]
-        ids = (7 * torch.arange(48) + 1).remainder(rows).unsqueeze(0).to(next(model.parameters()).device)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            found.append(model(input_ids=ids).logits.float().cpu())
-        model.train(was_training)
-    return float((found[0] - found[1]).abs().mean() / found[1].std())
+    was_training = model.training
+    attention.use_own(model)
+    model.eval()
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = (7 * torch.arange(48) + 1).remainder(rows) if text_ids is None else torch.tensor(text_ids)
+    ids = ids.unsqueeze(0).to(next(model.parameters()).device)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found: Tensor = model(input_ids=ids).logits.float().cpu()
+    model.train(was_training)
+    return found
 
 
 def _end(name: str) -> str:
