@@ -654,6 +654,18 @@ class ServeConfig(Settings):
     model: Path = setting(
         Path("finetune"), "a model or run directory, or a GGUF file", positional=True, metavar="MODEL"
     )
+    more: list[Path] = setting(
+        [],
+        "further models, each served by its directory's name, with weights and memory of its own",
+        positional=True,
+        metavar="MODEL",
+    )
+    adapter: list[str] = setting(
+        [], "an adapter, served by a name as its base with the adapter added", metavar="NAME=DIR", one_by_one=True
+    )
+    embeddings: bool = setting(
+        False, "language models answer /v1/embeddings too; holds their weights a second time, in fp32"
+    )
     host: str = setting(
         "127.0.0.1", "address to listen on; anything else than 127.0.0.1 opens the model to the network"
     )
@@ -683,6 +695,11 @@ class ServeConfig(Settings):
     def _vllm_is_meant(self) -> Self:
         if self.vllm is not None and self.engine != "vllm":
             raise ConfigError("vllm names a vLLM, but the embedded engine was asked for.", "Add --engine vllm.")
+        if self.engine == "vllm" and (self.more or self.adapter or self.embeddings):
+            raise ConfigError(
+                "engine vllm serves one model, by vLLM's own routes.",
+                "Leave out further models, adapters and embeddings.",
+            )
         return self
 
 

@@ -26,6 +26,7 @@ from onecard.serve.application import Service, make_app
 from onecard.serve.client import ServerError, ask
 from onecard.serve.engine import Engine
 from onecard.serve.protocol import ChatRequest, CompletionRequest
+from onecard.serve.served import Language
 from onecard.serve.server import RunningServer, start_server
 from onecard.tokenizer.template import encode_chat
 
@@ -56,6 +57,12 @@ def post(running: RunningServer, body: Any, path: str = "/chat/completions") -> 
     return httpx.post(running.url + path, content=content, timeout=30)
 
 
+def language(running: RunningServer) -> Language:
+    (model,) = running.service.models
+    assert isinstance(model, Language)
+    return model
+
+
 def chat_body(**settings: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": QUESTION, "max_tokens": 8, **settings}
 
@@ -83,7 +90,7 @@ def scripted(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         model = ScriptedModel(ids, len(tokenizer))
         model.config.get_text_config().max_position_embeddings = 1024
         engines.append(Engine(model, tokenizer, slots, 1024, queue))  # type: ignore[arg-type]
-        service = Service(engines[-1], tokenizer, "tiny", local_only=True)
+        service = Service([Language("tiny", engines[-1], tokenizer)], local_only=True)
 
         async def send(bodies: list[dict[str, Any]], path: str, headers: dict[str, str]) -> list[httpx.Response]:
             transport = httpx.ASGITransport(app=make_app(service), raise_app_exceptions=False)
@@ -208,8 +215,8 @@ def test_stream_equals_whole_under_a_seed(client: openai.OpenAI) -> None:
 
 
 def test_one_bos_over_chat_and_completion(client: openai.OpenAI, running: RunningServer, tokenizer: Any) -> None:
-    chat = running.service.encode_chat(ChatRequest(model="tiny", messages=QUESTION))  # type: ignore[arg-type]
-    completion = running.service.encode_completion(CompletionRequest(model="tiny", prompt="你好<|startoftext|>"))
+    chat = language(running).encode_chat(ChatRequest(model="tiny", messages=QUESTION))  # type: ignore[arg-type]
+    completion = language(running).encode_completion(CompletionRequest(model="tiny", prompt="你好<|startoftext|>"))
     assert chat.count(tokenizer.bos_token_id) == completion.count(tokenizer.bos_token_id) == 1
     assert chat == encode_chat(tokenizer, QUESTION, add_generation_prompt=True).ids
     answer = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=1)  # type: ignore[arg-type]
@@ -228,7 +235,7 @@ def test_completions_with_logprobs(client: openai.OpenAI, running: RunningServer
     assert "".join(chunk.choices[0].text for chunk in streamed) == answer.choices[0].text
     by_ids = client.completions.create(
         model="tiny",
-        prompt=running.service.encode_completion(CompletionRequest(model="tiny", prompt="The quick")),
+        prompt=language(running).encode_completion(CompletionRequest(model="tiny", prompt="The quick")),
         max_tokens=6,
         temperature=0,
     )

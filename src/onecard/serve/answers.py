@@ -5,8 +5,10 @@ In: texts, tokens with their log-probabilities, calls of tools, and how the answ
 
 from __future__ import annotations
 
+import struct
 import time
 import uuid
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,3 +115,13 @@ class Form:
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled, raw = token_spelling(self.token_bytes, token_id)
         return {"token": spelled, "logprob": logprob, "bytes": raw}
+
+
+def embeddings(model: str, vectors: Sequence[list[float]], tokens: int, *, base64: bool) -> dict[str, Any]:
+    """The answer to /v1/embeddings; in base64 a vector is its little-endian fp32 numbers."""
+    spelled: list[Any] = list(vectors)
+    if base64:
+        spelled = [b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() for vector in vectors]
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(spelled)]
+    counts = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": model, "data": data, "usage": counts}

@@ -1,6 +1,7 @@
 """The HTTP application around an engine: its routes, streamed (SSE) and whole answers, and errors in OpenAI's shape.
 
-GET / (a page to chat on), /health, /metrics, /v1/models; POST /v1/chat/completions and /v1/completions. No foreign web
+GET / (a page to chat on), /health, /metrics, /openapi.json, /v1/models; POST /v1/chat/completions, /v1/completions,
+/v1/embeddings and /v1/classify. No foreign web
 page may use it: there is no CORS, and while only this machine is served, a Host must be a local name. No text is
 logged. A client that leaves frees its slot at once. It does not know tensors, ports or signals.
 """
@@ -9,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -22,14 +22,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from onecard import __version__
-from onecard.errors import OnecardError
 from onecard.serve import answers, page, protocol
 from onecard.serve.access import Counted, KeyRequired, LocalNames
 from onecard.serve.answers import Form
 from onecard.serve.description import describe
 from onecard.serve.engine import Engine
 from onecard.serve.metrics import Metrics
-from onecard.serve.protocol import ApiError, ChatRequest, CompletionRequest
+from onecard.serve.protocol import ApiError, ChatRequest, ClassifyRequest, CompletionRequest, EmbeddingRequest
 from onecard.serve.requests import (
     EngineClosedError,
     Event,
@@ -39,12 +38,9 @@ from onecard.serve.requests import (
     QueueFullError,
     TokenEvent,
 )
-from onecard.serve.structure import Structure, StructureRefusedError
+from onecard.serve.served import Classes, Language, Served, Vectors
+from onecard.serve.structure import Structure
 from onecard.serve.tools import ToolCalls
-from onecard.tokenizer.template import encode_chat, encode_prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 BODY_LIMIT_BYTES = 4 << 20
 # A larger body is read to here and thrown away, so that the client sees the answer and not a broken connection.
@@ -55,11 +51,9 @@ _TIME_IS_UP = "The answer was not finished within"
 
 @dataclass
 class Service:
-    """One served model: what the routes need."""
+    """The served models, and what all routes share."""
 
-    engine: Engine
-    tokenizer: PreTrainedTokenizerFast
-    name: str
+    models: Sequence[Served]
     local_only: bool
     created: int = field(default_factory=lambda: int(time.time()))
     answered: int = 0
@@ -67,64 +61,84 @@ class Service:
     """What clients must give; empty: nothing."""
     time_limit_seconds: float | None = None
     metrics: Metrics = field(default_factory=Metrics)
-    # Encoding changes the tokenizer's settings for a moment; two threads at once would fail.
-    encoding: threading.Lock = field(default_factory=threading.Lock)
 
-    def check_model(self, name: str) -> None:
-        """ApiError 404 unless `name` is the served model."""
-        if name != self.name:
-            raise ApiError(
-                404,
-                f"There is no model {name[:100]!r} here; this server has {self.name!r}.",
-                parameter="model",
-                code="model_not_found",
-            )
+    @property
+    def name(self) -> str:
+        """The name of the first language model, or of the first of all."""
+        return next((model.name for model in self.models if isinstance(model, Language)), self.models[0].name)
 
-    def encode_chat(self, request: ChatRequest) -> list[int]:
-        """Token ids of a conversation, up to where the answer begins."""
-        tools = request.offered_tools
-        if tools and "tools" not in str(self.tokenizer.chat_template):
-            raise protocol.unsupported("tools", "this model's chat template does not know them.")
-        messages = [message.plain() for message in request.messages]
-        try:
-            with self.encoding:
-                return encode_chat(self.tokenizer, messages, tools=tools, add_generation_prompt=True).ids
-        except OnecardError as fault:
-            raise ApiError(400, f"messages: {fault.what} {fault.remedy}", parameter="messages") from None
+    @property
+    def engines(self) -> list[Engine]:
+        """Those of all language models."""
+        return [model.engine for model in self.models if isinstance(model, Language)]
 
-    def structure(self, request: ChatRequest) -> Structure | None:
-        """What the answer is held to; ApiError 400 if it cannot be compiled."""
-        grammar = request.grammar
-        if grammar is None:
-            return None
-        try:
-            return self.engine.structures.compile(grammar)
-        except StructureRefusedError as fault:
-            name = request.structure_name
-            raise ApiError(400, f"{name}: {fault.what} {fault.remedy}", parameter=name) from None
+    @property
+    def engine(self) -> Engine:
+        """That of the first language model."""
+        return self.engines[0]
 
-    def encode_completion(self, request: CompletionRequest) -> list[int]:
-        """Token ids of a prompt: as given, or BOS and the text."""
-        prompt = request.only_prompt
-        if isinstance(prompt, list):
-            return prompt
-        with self.encoding:
-            return encode_prompt(self.tokenizer, prompt)
+    def close(self) -> None:
+        """End what is running."""
+        for model in self.models:
+            model.close()
+
+    def find(self, name: str) -> Served:
+        """The model of a name; ApiError 404 with the names that there are."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        there = ", ".join(repr(model.name) for model in self.models)
+        raise ApiError(
+            404,
+            f"There is no model {name[:100]!r} here; this server has {there}.",
+            parameter="model",
+            code="model_not_found",
+        )
+
+    def language(self, name: str) -> Language:
+        """The language model of a name; ApiError 404, or 400 for another kind."""
+        model = self.find(name)
+        if not isinstance(model, Language):
+            raise _other_kind(model)
+        return model
+
+    def classes(self, name: str) -> Classes:
+        """The classifier of a name; ApiError 404, or 400 for another kind."""
+        model = self.find(name)
+        if not isinstance(model, Classes):
+            raise _other_kind(model)
+        return model
+
+    def vectors(self, name: str) -> Vectors:
+        """What turns texts into vectors by a name; ApiError 404, or 400 for another kind."""
+        model = self.find(name)
+        if isinstance(model, Language) and model.vectors is not None:
+            return model.vectors
+        if not isinstance(model, Vectors):
+            advice = " Start the server with --embeddings for vectors." if isinstance(model, Language) else ""
+            raise _other_kind(model, advice)
+        return model
+
+
+def _other_kind(model: Served, advice: str = "") -> ApiError:
+    return ApiError(400, f"The model {model.name!r} {model.does}.{advice}", parameter="model", code="unsupported_model")
 
 
 # --- the application ----------------------------------------------------------------------------------------------
 
 
 def make_app(service: Service) -> FastAPI:
-    """The routes over one service. FastAPI's interactive pages are left out: they load scripts from the internet."""
+    """The routes over the served models. FastAPI's own pages are left out: they load scripts from elsewhere."""
     app = FastAPI(title="onecard", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "active": service.engine.active, "waiting": service.engine.waiting}
+        return {"status": "ok", **_busy(service)}
 
     @app.get("/")
     async def chat_page() -> Response:
+        if not service.engines:
+            raise ApiError(404, "No model here answers chats, so there is no page to chat on.")
         return HTMLResponse(page.html(service.name, asks_key=bool(service.key)), headers=page.HEADERS)
 
     @app.get("/openapi.json")
@@ -133,38 +147,53 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        engine = service.engine
+        engines, busy = service.engines, _busy(service)
+        slots, tokens = sum(e.max_concurrent for e in engines), sum(e.computed_tokens for e in engines)
         now = {
-            "onecard_active_requests": ("Requests that hold a slot.", engine.active),
-            "onecard_waiting_requests": ("Requests that wait for one.", engine.waiting),
-            "onecard_slots": ("Requests that can be answered at the same time.", engine.max_concurrent),
-            "onecard_computed_tokens": ("Tokens that went through the model so far.", engine.computed_tokens),
+            "onecard_active_requests": ("Requests that hold a slot.", busy["active"]),
+            "onecard_waiting_requests": ("Requests that wait for one.", busy["waiting"]),
+            "onecard_slots": ("Requests that can be answered at the same time.", slots),
+            "onecard_computed_tokens": ("Tokens that went through the models so far.", tokens),
         }
         return PlainTextResponse(service.metrics.text(now), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+        return {"object": "list", "data": [_card(service, model) for model in service.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model_card(service)
+        return _card(service, service.find(name))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         wanted = protocol.parse(ChatRequest, await _read_body(request))
-        service.check_model(wanted.model)
-        ids = await asyncio.to_thread(service.encode_chat, wanted)
-        structure = await asyncio.to_thread(service.structure, wanted)
-        return await _answer(service, request, wanted, ids, "messages", structure)
+        model = service.language(wanted.model)
+        ids = await asyncio.to_thread(model.encode_chat, wanted)
+        structure = await asyncio.to_thread(model.structure, wanted)
+        return await _answer(service, model, request, wanted, ids, "messages", structure)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         wanted = protocol.parse(CompletionRequest, await _read_body(request))
-        service.check_model(wanted.model)
-        ids = await asyncio.to_thread(service.encode_completion, wanted)
-        return await _answer(service, request, wanted, ids, "prompt")
+        model = service.language(wanted.model)
+        ids = await asyncio.to_thread(model.encode_completion, wanted)
+        return await _answer(service, model, request, wanted, ids, "prompt")
+
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request) -> dict[str, Any]:
+        wanted = protocol.parse(EmbeddingRequest, await _read_body(request))
+        found, tokens = await asyncio.to_thread(service.vectors(wanted.model), wanted.inputs)
+        service.answered += 1
+        return answers.embeddings(wanted.model, found, tokens, base64=wanted.encoding_format == "base64")
+
+    @app.post("/v1/classify")
+    async def classify(request: Request) -> dict[str, Any]:
+        wanted = protocol.parse(ClassifyRequest, await _read_body(request))
+        found, cut = await asyncio.to_thread(service.classes(wanted.model), wanted.inputs)
+        service.answered += 1
+        data = [{"index": index, **one} for index, one in enumerate(found)]
+        return {"object": "list", "model": wanted.model, "data": data, "truncated": cut}
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, fault: ApiError) -> Response:
@@ -193,13 +222,18 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _model_card(service: Service) -> dict[str, Any]:
+def _busy(service: Service) -> dict[str, int]:
+    engines = service.engines
+    return {"active": sum(e.active for e in engines), "waiting": sum(e.waiting for e in engines)}
+
+
+def _card(service: Service, model: Served) -> dict[str, Any]:
     return {
-        "id": service.name,
+        "id": model.name,
         "object": "model",
         "created": service.created,
         "owned_by": "onecard",
-        "max_model_len": service.engine.max_length,
+        **model.card(),
     }
 
 
@@ -258,13 +292,14 @@ class _Stream:
 
 async def _answer(
     service: Service,
+    model: Language,
     request: Request,
     wanted: ChatRequest | CompletionRequest,
     ids: list[int],
     prompt_name: str,
     structure: Structure | None = None,
 ) -> Response:
-    engine = service.engine
+    engine = model.engine
     generation = wanted.generation(engine.sampling_defaults, engine.vocabulary)
     is_chat = isinstance(wanted, ChatRequest)
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -283,7 +318,7 @@ async def _answer(
     except EngineClosedError as fault:
         raise ApiError(503, f"{fault.what} {fault.remedy}", kind="server_error") from None
     service.answered += 1
-    form = Form(service.name, engine.token_bytes, is_chat)
+    form = Form(model.name, engine.token_bytes, is_chat)
     tools = ToolCalls() if isinstance(wanted, ChatRequest) and wanted.offered_tools else None
     stream = _Stream(handle, events, service.metrics, service.time_limit_seconds)
     if wanted.stream:

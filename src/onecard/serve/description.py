@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from onecard.serve.protocol import ChatRequest, CompletionRequest
+from onecard.serve.protocol import ChatRequest, ClassifyRequest, CompletionRequest, EmbeddingRequest
 
 _JSON = "application/json"
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}, "description": "A served model."}
@@ -24,6 +24,8 @@ _ROUTES: list[tuple[str, str, str, type[BaseModel] | None, tuple[str, ...]]] = [
     ("get", "/v1/models/{name}", "One model.", None, (_JSON,)),
     ("post", "/v1/chat/completions", "Answers a conversation.", ChatRequest, (_JSON, "text/event-stream")),
     ("post", "/v1/completions", "Continues a text.", CompletionRequest, (_JSON, "text/event-stream")),
+    ("post", "/v1/embeddings", "Turns texts into vectors.", EmbeddingRequest, (_JSON,)),
+    ("post", "/v1/classify", "Names the classes of texts.", ClassifyRequest, (_JSON,)),
 ]
 _ERROR = {
     "type": "object",

@@ -20,6 +20,7 @@ from onecard.serve.structure import Schema, call_grammar, json_grammar
 _LARGEST_SEED = 2**63 - 1
 # A count beyond any context; keeps numbers printable.
 _LARGEST_COUNT = 2**31
+_MOST_TEXTS = 2048
 
 
 class ApiError(Exception):
@@ -68,10 +69,18 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class _Request(_Strict):
-    """Fields that both kinds of request have; top_k, min_p, repetition_penalty and ignore_eos are beyond OpenAI's."""
+class _Body(_Strict):
+    """The body of a request."""
 
     model: str
+
+    def check(self) -> None:
+        """Refuse what is not honoured."""
+
+
+class _Request(_Body):
+    """Fields that both kinds of request have; top_k, min_p, repetition_penalty and ignore_eos are beyond OpenAI's."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
@@ -322,7 +331,44 @@ class CompletionRequest(_Request):
         return first
 
 
-AnyRequest = TypeVar("AnyRequest", bound=_Request)
+class EmbeddingRequest(_Body):
+    """POST /v1/embeddings: one text or several, or token ids."""
+
+    input: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MOST_TEXTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+    def check(self) -> None:
+        if self.dimensions is not None:
+            raise unsupported("dimensions", "vectors are as long as the model makes them.")
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """One entry for each vector."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if isinstance(self.input[0], int):
+            return [[token for token in self.input if isinstance(token, int)]]
+        return self.input
+
+
+class ClassifyRequest(_Body):
+    """POST /v1/classify: one text or several."""
+
+    input: str | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS)]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The texts."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+AnyRequest = TypeVar("AnyRequest", bound=_Body)
 
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
