@@ -132,7 +132,7 @@ def layer_after_layer(
     What a layer passes on is computed after it was changed.
     """
     prefix, layers = repeated_layers(model)
-    states, settings = _entering(model, layers[0], rows)
+    states, settings = _entering(model, layers, rows)
     with torch.no_grad(), console.progress("layers", len(layers)) as bar:
         for index, layer in enumerate(layers):
             linear = {
@@ -140,9 +140,9 @@ def layer_after_layer(
             }
             with watching(linear, keep) as kept:
                 for state, setting in zip(states, settings):
-                    layer(state, **setting)
+                    layer(state, **setting[index])
             change(linear, kept)
-            states = [_hidden(layer(state, **setting)) for state, setting in zip(states, settings)]
+            states = [_hidden(layer(state, **setting[index])) for state, setting in zip(states, settings)]
             bar.advance(1)
 
 
@@ -151,28 +151,28 @@ def _hidden(output: Any) -> Tensor:
     return state
 
 
-class _Reached(Exception):
-    """The first layer has been reached: the rest of the model need not run."""
+def _entering(
+    model: Any, layers: nn.ModuleList, rows: Sequence[Tensor]
+) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
+    """Of each row, the hidden states that enter the first layer, and of every layer the other arguments.
 
-
-def _entering(model: Any, first: nn.Module, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """What enters the first layer for each row: the hidden states, and the other arguments."""
+    Those differ between layers of one model: masks with and without a window, positions of two kinds.
+    """
     states: list[Tensor] = []
-    settings: list[dict[str, Any]] = []
+    settings: list[list[dict[str, Any]]] = []
 
     def keep(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        states.append(arguments[0].detach())
-        settings.append(named)
-        raise _Reached
+        if not settings[-1]:
+            states.append(arguments[0].detach())
+        settings[-1].append(named)
 
-    hook = first.register_forward_pre_hook(keep, with_kwargs=True)
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
             for row in rows:
-                try:
-                    model(input_ids=row.to(model.device), use_cache=False)
-                except _Reached:
-                    continue
+                settings.append([])
+                model(input_ids=row.to(model.device), use_cache=False)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return states, settings
