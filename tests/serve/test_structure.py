@@ -21,7 +21,7 @@ from onecard.serve.engine import Engine
 from onecard.serve.requests import FinishEvent, GenerationParameters, Handle
 from onecard.serve.sampling import Sampler, SamplingParameters, choose_all
 from onecard.serve.server import RunningServer, start_server
-from onecard.serve.structure import StructureRefusedError, Structures, call_grammar, json_grammar
+from onecard.serve.structure import StructureRefusedError, Structures, call_grammar, closed, json_grammar
 
 
 class Part(BaseModel):
@@ -190,6 +190,25 @@ def test_a_schema_that_cannot_be_compiled_says_why(engine: Engine, schema: dict[
     assert reason in fault.value.what
     assert "\n" not in fault.value.what
     assert len(fault.value.what) < 400
+
+
+def test_objects_are_closed_where_the_schema_leaves_it_open() -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    shut = {**inner, "additionalProperties": False}
+    assert closed(inner) == shut
+    assert closed({"type": "array", "items": inner}) == {"type": "array", "items": shut}
+    assert closed({"anyOf": [inner, True]}) == {"anyOf": [shut, True]}
+    outer = {"properties": {"properties": inner}, "$defs": {"x": inner}}
+    assert closed(outer) == {"properties": {"properties": shut}, "$defs": {"x": shut}, "additionalProperties": False}
+    for said in (
+        {"type": "object"},
+        {**inner, "additionalProperties": {"type": "string"}},
+        {**inner, "required": ["b"]},
+        {**inner, "minProperties": 2},
+        {"properties": {"a": True}, "anyOf": [True]},
+        {"allOf": [inner, {"properties": {"b": inner}}]},
+    ):
+        assert closed(said) == said
 
 
 def test_a_call_is_of_an_offered_tool_and_meets_its_parameters(engine: Engine) -> None:

@@ -29,6 +29,10 @@ _KEPT_GRAMMARS = 32
 _BLANKS = r"( |\n[ \t]{0,24})?"
 # Names and marks are written in whatever tokens the model likes best, not in those that a tokenizer would take.
 _HEAD = '%llguidance {"no_forcing": true}\n'
+# Where one of these stands beside properties, others than those may be meant.
+_SAY_WHAT_ELSE = {
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "$ref", "anyOf", "oneOf",
+}  # fmt: skip
 
 Schema = Mapping[str, Any]
 
@@ -54,7 +58,35 @@ def call_grammar(tools: Sequence[tuple[str, Schema]], otherwise: Schema | None =
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}, ensure_ascii=False)
+    settings = {"x-guidance": {"whitespace_pattern": _BLANKS}}
+    return "%json " + json.dumps({**closed(schema), **settings}, ensure_ascii=False)
+
+
+def closed(schema: Schema) -> Schema:
+    """The schema without properties that it does not name, where it leaves open whether there may be any.
+
+    Whatever meets the result meets `schema`; a small model would go on adding properties until its context is full.
+    With `allOf`, whose parts look at each other's properties, all stays as it is.
+    """
+    if '"allOf"' in json.dumps(schema):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            made[key] = {name: _closed_if_object(one) for name, one in value.items()}
+        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+            made[key] = [_closed_if_object(one) for one in value]
+        else:
+            made[key] = _closed_if_object(value) if key == "items" else value
+    names, needed = schema.get("properties"), schema.get("required", [])
+    said = any(key in schema for key in _SAY_WHAT_ELSE)
+    if isinstance(names, dict) and names and isinstance(needed, list) and not said and all(n in names for n in needed):
+        made["additionalProperties"] = False
+    return made
+
+
+def _closed_if_object(schema: Any) -> Any:
+    return closed(schema) if isinstance(schema, dict) else schema
 
 
 def _quoted(text: str) -> str:
