@@ -197,7 +197,7 @@ def migrated(file: Path) -> tuple[dict[str, Any], Any, str]:
     notes = new(NewConfig(directory=directory, from_=file))
     recipe = directory / "recipe.toml"
     tables = read_toml(recipe)
-    (stage,) = [stage for stage in STAGES if stage.name in tables and stage.name != "evaluate"]
+    (stage,) = [stage for stage in STAGES if stage.name in tables and stage.name in ("finetune", "align")]
     made = build(stage.configuration, relative_to(directory, stage.configuration, tables[stage.name]))
     return notes, made, recipe.read_text(encoding="utf-8")
 
@@ -261,6 +261,26 @@ def test_what_llama_factory_takes_where_nothing_is_said_is_written_out(tmp_path:
     assert notes["first"] == ["hf download gpt2 --local-dir models/gpt2"]
     assert "5e-05 (default of LLaMA-Factory)" in {note["value"] for note in notes["renamed"]}
     assert "#   hf download gpt2 --local-dir models/gpt2" in text
+
+
+def test_plain_text_is_cleaned_and_learned_whole(tmp_path: Path) -> None:
+    lines = "model_name_or_path: gpt2\nstage: pt\ndataset: identity\n"
+    file = llama_factory(tmp_path, lines)
+    _, made, text = migrated(file)
+    tables = tomllib.loads(text)
+    assert (made.text_share, made.sources) == (1, [])
+    path = str(tmp_path / "data" / "identity.json")
+    assert tables["clean"] == {"sources": [{"path": path, "name": "identity", "columns": {"text": "q"}}]}
+    write(tmp_path / "corpus.jsonl", "")
+    write(tmp_path / "chats.jsonl", "")
+    lines = "base_model: gpt2\nmicro_batch_size: 1\ndatasets:\n"
+    lines += "  - {path: corpus.jsonl, type: completion, field: body}\n"
+    _, made, text = migrated(write(tmp_path / "axolotl.yml", lines))
+    assert (made.text_share, made.sources) == (1, [])
+    assert tomllib.loads(text)["clean"] == {"sources": [{"path": str(tmp_path / "corpus.jsonl"), "field": "body"}]}
+    write(tmp_path / "both" / "b.yml", lines.replace("corpus", "../corpus") + "  - {path: ../chats.jsonl}\n")
+    _, made, text = migrated(tmp_path / "both" / "b.yml")
+    assert (made.text_share, len(made.sources), len(tomllib.loads(text)["clean"]["sources"])) == (0.5, 1, 1)
 
 
 @pytest.mark.parametrize(

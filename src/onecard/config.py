@@ -337,8 +337,11 @@ class FurtherConfig(TrainingConfig):
 class FinetuneConfig(FurtherConfig):
     """Teach a model to answer: supervised fine-tuning on chat rows, learning the answers only."""
 
-    text_share: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.0, "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew"
+    sources: list[Source] = setting([], "files, folders or globs of chat rows", metavar="SOURCE")
+    text_share: Fraction = setting(
+        0.0,
+        "share of the rows that is plain text of `corpus`, so that the model forgets less of what it knew; 1: text "
+        "alone, without sources (pretraining a model further)",
     )
     corpus: Path | None = setting(None, "a corpus directory (from clean) for text_share")
     learn: Literal["answers", "last_answer", "everything"] = setting(
@@ -352,6 +355,19 @@ class FinetuneConfig(FurtherConfig):
     neftune_alpha: float = setting(
         0.0, "noise on the embeddings while training (NEFTune), such as 5: less learned by heart; 0: none", ge=0
     )
+
+    @model_validator(mode="after")
+    def _has_rows_to_learn(self) -> Self:
+        if not self.sources and self.text_share < 1:
+            raise ConfigError(
+                "the setting sources is missing.",
+                "Give it: files, folders or globs of chat rows. For text alone: text_share = 1, and corpus.",
+            )
+        if self.sources and self.text_share == 1:
+            raise ConfigError(
+                "text_share = 1 leaves no row for the chats of sources.", "Leave sources out, or lower text_share."
+            )
+        return self
 
 
 class DistillConfig(FinetuneConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tiny_runs import weights, write_corpus
 
 from onecard.config import FinetuneConfig
 from onecard.data.batches import RowOrder
+from onecard.data.corpus import read_documents
 from onecard.data.packing import PackedRows
 from onecard.data.tokens import TokenStore
 from onecard.errors import ConfigError
@@ -85,6 +87,36 @@ def test_text_is_learned_whole_beside_the_answers(
     assert "fox" in text
     assert result["rows"]["text_tokens"] == int(store.lengths()[store.source_of == 1].sum())
     assert result["rows"]["kept"] == 12
+
+
+def test_text_alone_trains_a_model_further_also_one_without_a_chat_template(
+    tmp_path: Path, tiny_model_directory: Path
+) -> None:
+    corpus = write_corpus(tmp_path)
+    base = tmp_path / "base"
+    shutil.copytree(tiny_model_directory, base)
+    (base / "chat_template.jinja").unlink()
+    assert load_tokenizer(base).chat_template is None
+    changes = {"sources": [], "text_share": 1, "corpus": str(corpus), "learning_rate": 3e-3, "num_epochs": "auto"}
+    result = finetune(settings(tmp_path, base, **changes, max_steps=12, batch_size=4))
+    store = {split: list(read_documents(corpus, split)) for split in ("train", "held_out")}
+    tokenizer = load_tokenizer(base)
+    rows = 0
+    for documents in store.values():
+        rows += sum(-(-len(tokenizer(one.text)["input_ids"]) // 64) for one in documents)
+    assert abs(result["rows"]["kept"] - rows) <= sum(map(len, store.values()))  # an end of text may open a row
+    assert result["rows"]["learned_tokens"] == result["rows"]["tokens"] == result["rows"]["text_tokens"]
+    assert result["rows"]["held_out"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_chats_and_text_alone_exclude_each_other(tmp_path: Path, tiny_model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves no row for the chats"):
+        settings(tmp_path, tiny_model_directory, text_share=1)
+    with pytest.raises(ConfigError, match="sources is missing"):
+        settings(tmp_path, tiny_model_directory, sources=[], text_share=0.5)
 
 
 def test_the_same_settings_give_the_same_run_and_another_share_another(

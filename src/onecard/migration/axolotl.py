@@ -84,10 +84,18 @@ def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
         if not isinstance(entry, dict) or "path" not in entry:
             made.leave(f"{name}[{number_}]", entry, "it names no path")
             continue
+        if _is_text(entry) and made.table == "finetune" and name == "datasets":
+            field = {"field": str(entry["field"])} if entry.get("field") else {}
+            made.texts += [made.rows(place, field) for place in _places(made, f"{name}[{number_}]", entry)]
+            why = "text, learned whole: text_share"
+            made.renamed.append(Note(f"{name}[{number_}]", str(entry["path"]), "sources of [clean]", why))
+            continue
         settings = _settings(made, f"{name}[{number_}]", entry, judged=values.get("rl") == "kto")
         if settings is not None:
             found += [made.rows(place, settings) for place in _places(made, f"{name}[{number_}]", entry)]
     if name == "datasets":
+        if not found and made.texts:
+            return
         if not found:
             raise made.refuse("not one of its datasets holds rows that onecard can learn.", "See its documents.")
         made.put(name, found, "sources", given=[str(entry.get("path")) for entry in entries if isinstance(entry, dict)])
@@ -96,6 +104,10 @@ def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
         made.renamed.append(Note(name, "", "questions of [evaluate]", "the model answers some after training"))
     else:
         made.leave(name, value, "a share of the rows is held out instead (held_out)")
+
+
+def _is_text(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get("type"), str) and entry["type"].partition(":")[0] in _TEXT
 
 
 def _places(made: Draft, name: str, entry: Mapping[str, Any]) -> list[str]:
@@ -127,9 +139,6 @@ def _settings(made: Draft, name: str, entry: Mapping[str, Any], *, judged: bool)
     first = first.partition(":")[0]
     if made.table == "align":
         return _preference(entry, (_JUDGED if judged else _PAIRS).get(rest))
-    if first in _TEXT:
-        made.leave(f"{name}.type", kind, "plain text is mixed in from a corpus: see text_share of `onecard finetune`")
-        return None
     if first not in _PLAIN:
         why = "rows of segments or token ids have no chat that a template could write"
         made.leave(f"{name}.type", kind, why if first in ("input_output", "") else "rows of this kind are not known")

@@ -56,6 +56,7 @@ class Draft:
         self.table = "finetune"
         self.settings: dict[str, Any] = {}
         self.evaluated: list[Any] = []
+        self.texts: list[Any] = []
         self.carried: list[Note] = []
         self.renamed: list[Note] = []
         self.left: list[Note] = []
@@ -155,13 +156,18 @@ class Draft:
 
     def finish(self) -> dict[str, Any]:
         """The recipe as tables; ConfigError if its settings contradict each other."""
-        if "sources" not in self.settings:
+        if self.texts and self.table == "finetune":
+            # Plain text is cleaned first; beside chats it makes up half of the rows.
+            self.settings["text_share"] = 0.5 if "sources" in self.settings else 1.0
+        elif "sources" not in self.settings:
             self.settings["sources"] = ["data/rows"]
             self.to_do.append("# put your rows into data/rows")
         if "model" not in self.settings:
             raise self.refuse("it names no model.", "Give the file that says which model is trained.")
         build(KINDS[self.table], self.settings, where=f"[{self.table}] from {self.file}")
         recipe: dict[str, Any] = {"output": "run", self.table: self.settings}
+        if "text_share" in self.settings:
+            recipe["clean"] = {"sources": self.texts}
         if self.evaluated:
             recipe["evaluate"] = {"questions": self.evaluated}
         return recipe
@@ -181,11 +187,11 @@ class Draft:
             lines += ["#", "# Not carried over:"]
             lines += [f"#   {note.name} = {note.value}: {note.why}" for note in self.left]
         lines += ["", "# Where all stages write.", f"output = {as_toml(recipe['output'])}"]
-        for table in (self.table, "evaluate"):
+        for table in ("clean", self.table, "evaluate"):
             if table in recipe:
                 lines += ["", f"[{table}]"]
                 for name, value in recipe[table].items():
-                    lines += self._setting(name, value, self._origins.get(name, ""))
+                    lines += self._setting(name, value, self._origins.get(name, "") if table == self.table else "")
         return "\n".join([*lines, ""])
 
     def _setting(self, name: str, value: Any, origin: str) -> list[str]:

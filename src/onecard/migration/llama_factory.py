@@ -44,11 +44,6 @@ def draft(file: Path, values: Mapping[str, Any]) -> Draft:
     stage = str(values.get("stage", "sft"))
     if stage in ("rm", "ppo"):
         raise made.refuse(f"stage: {stage} learns from a reward model.", "onecard aligns with pairs: dpo, orpo, kto.")
-    if stage == "pt":
-        raise made.refuse(
-            "stage: pt trains on plain text.",
-            "`onecard pretrain` does so from nothing; beside chats, text_share of `onecard finetune` mixes text in.",
-        )
     if stage in ("dpo", "kto"):
         made.table = "align"
         method = "kto" if stage == "kto" else _LOSSES.get(str(values.get("pref_loss", "sigmoid")))
@@ -120,7 +115,12 @@ def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else [str(part) for part in value]
     described, folder = _descriptions(made, values)
     found = [source for part in names for source in _source(made, part, described, folder)]
-    if name != "eval_dataset":
+    if str(values.get("stage")) == "pt" and name != "eval_dataset":
+        made.texts += [_as_text(source) for source in found]
+        made.renamed.append(Note(name, str(value), "sources of [clean]", "text alone, learned whole: text_share = 1"))
+    elif str(values.get("stage")) == "pt":
+        made.leave(name, value, "a share of the documents is held out instead (held_out of [clean])")
+    elif name != "eval_dataset":
         made.put(name, found, "sources", given=value)
     elif made.table == "finetune":
         made.evaluated += found
@@ -168,6 +168,12 @@ def _source(made: Draft, name: str, described: Mapping[str, Any], folder: Path) 
         made.leave(f"{name}", entry, "it names no file")
         return []
     return [made.rows(place, settings, folder)]
+
+
+def _as_text(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of documents: what pretraining reads of its rows is the column of prompts."""
+    columns = source.pop("columns", {})
+    return {**source, "columns": {"text": columns["instruction"]}} if "instruction" in columns else source
 
 
 def _messages(tags: Mapping[str, Any]) -> dict[str, Any]:

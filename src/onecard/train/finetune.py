@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from onecard import artifact, console
 from onecard.config import FinetuneConfig
 from onecard.data import token_cache
+from onecard.data.corpus import Split
 from onecard.data.packing import PackedRows
+from onecard.data.row_checks import RowChecks
 from onecard.data.rows import RejectionWriter
 from onecard.data.sources import source_files
-from onecard.data.tokens import TokenStore, write_store
+from onecard.data.tokens import Encoded, TokenStore, write_store
 from onecard.errors import ArtifactError, DataError
 from onecard.model.load import tokenizer_hash, vocabulary_rows
 from onecard.train import chat_rows, text_mix
@@ -28,6 +31,8 @@ from onecard.train.task import Defaults, Task
 
 # Tokens of a row where nothing is said: few chats are longer, and packed rows waste nothing on short ones.
 USUAL_LENGTH = 1024
+# Of text alone, so much of its first document is given to be continued.
+PROMPT_TOKENS = 16
 AnyChats = TypeVar("AnyChats", bound=FinetuneConfig)
 
 
@@ -38,7 +43,8 @@ def finetune(config: FinetuneConfig) -> dict[str, Any]:
 
 def prepare(config: FinetuneConfig) -> Task:
     """Everything that is decided before the run: inputs, rows, model, what auto becomes."""
-    opened = open_run(config, USUAL_LENGTH, inputs=text_mix.inputs(config) + evaluation_inputs(config))
+    inputs = text_mix.inputs(config) + evaluation_inputs(config)
+    opened = open_run(config, USUAL_LENGTH, chats=not text_mix.alone(config), inputs=inputs)
     return task_of("finetune", opened, opened.config)
 
 
@@ -142,6 +148,8 @@ def _key(config: FinetuneConfig) -> str:
 
 def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
     """Encode every chat, put each into train or held_out by its first question, and say what became of the rows."""
+    if text_mix.alone(config):
+        return _write_text(config, run, tokenizer)
     rejected = run.path / "rejected-00000.jsonl"
     with artifact.disk_faults(rejected), RejectionWriter(rejected) as rejections:
         read = chat_rows.read(config, tokenizer, lambda rejection: rejections.add(asdict(rejection)))
@@ -168,11 +176,42 @@ def _write_stores(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> 
     return {**read.facts, **({"text_tokens": sum(len(item.ids) for item in text)} if text else {})}
 
 
+def _write_text(config: FinetuneConfig, run: RunDirectory, tokenizer: Any) -> dict[str, Any]:
+    """Encode the documents of the corpus, each in the split that it has there."""
+    splits: tuple[Split, ...] = ("train", "held_out")
+    counts: dict[str, list[int]] = {name: [] for name in splits}
+    with RejectionWriter(run.path / "rejected-00000.jsonl"):
+        pass  # nothing of a finished corpus is refused
+
+    def counted(split: Split) -> Iterator[Encoded]:
+        for item in text_mix.rows(config, tokenizer, split):
+            counts[split].append(len(item.ids))
+            yield item
+
+    for name in splits:
+        write_store(
+            run.tokens / name,
+            counted(name),
+            vocabulary=vocabulary_rows(tokenizer),
+            tokenizer_hash=tokenizer_hash(config.model),
+            learned=True,
+        )
+    if not counts["train"]:
+        raise DataError(f"The corpus {config.corpus} has no document to train on.", "Run `onecard clean` on more text.")
+    artifact.write_json_atomically(run.path / chat_rows.LOOK, {"findings": RowChecks().findings(), "shown": []})
+    rows, tokens = (sum(map(measure, counts.values())) for measure in (len, sum))
+    facts = {"read": rows, "kept": rows, "held_out": len(counts["held_out"]), "dropped": {}, "truncated": 0}
+    return {**facts, "tokens": tokens, "learned_tokens": tokens, "text_tokens": tokens}
+
+
 def prompts_of(run: RunDirectory, tokenizer: Any) -> list[tuple[str, list[int]]]:
     """The questions of the first trained chat and the middle one: what the samples in the report answer."""
     store = TokenStore(run.tokens / "train")
     assert store.learned is not None
     prompts = []
+    if set(store.sources) == {text_mix.SOURCE}:
+        ids = store.tokens[: min(PROMPT_TOKENS, int(store.starts[1]) - 1)].astype(int).tolist()
+        return [(tokenizer.decode(ids, skip_special_tokens=True).strip(), ids)]
     chats = sum(store.sources[source] != text_mix.SOURCE for source in store.source_of.tolist())
     for index in sorted({0, chats // 2}):  # plain text follows the chats
         begin, end = int(store.starts[index]), int(store.starts[index + 1])
