@@ -405,6 +405,27 @@ def test_settings_of_unsloth_in_groups(tmp_path: Path) -> None:
     assert "hf_secret" not in text + json.dumps(notes)
 
 
+def test_settings_of_unsloth_as_its_command_line_takes_them(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", "")
+    text = """\
+model: "unsloth/Qwen3-0.6B"
+data:
+  dataset: "mlabonne/FineTome-100k"
+  local_dataset:
+    - train.jsonl
+  format_type: auto
+training: {training_type: full, max_seq_length: 2048, load_in_4bit: true, num_epochs: 3, learning_rate: 0.0002,
+  warmup_steps: 5, max_steps: 0, save_steps: 0, train_on_completions: false, gradient_checkpointing: none}
+lora: {lora_r: 64, lora_alpha: 16, target_modules: "q_proj,k_proj", vision_all_linear: false}
+logging: {enable_wandb: false, wandb_project: mine}
+"""
+    notes, made, _ = migrated(write(tmp_path / "config.yaml", text))
+    assert (made.lora_rank, made.quantization, made.num_epochs, made.learn) == (0, "none", 3, "everything")
+    assert (made.max_steps, made.save_every) == ("auto", "auto")
+    assert [source.path.rpartition("/")[2] for source in made.sources] == ["FineTome-100k", "train.jsonl"]
+    assert set(whys(notes)) == {"warmup_steps", "format_type"}
+
+
 def test_a_converted_recipe_trains(tmp_path: Path, tiny_model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from onecard.train import session
 

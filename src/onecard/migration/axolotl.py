@@ -29,8 +29,6 @@ def draft(file: Path, values: Mapping[str, Any]) -> Draft:
     elif method:
         raise made.refuse(f"rl: {method} is no method of onecard.", f"It aligns with {', '.join(_METHODS)}.")
     made.read(values, RULES)
-    if not values.get("adapter"):
-        made.settings.pop("lora_rank", None)
     made.assume("num_epochs", 1.0, "num_epochs")
     return made
 
@@ -201,7 +199,7 @@ def _preference(entry: Mapping[str, Any], usual: dict[str, str] | None) -> dict[
     return settings
 
 
-def _alpha(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
+def _beta(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
     made.put(name, number(value), "beta", given=None if name == "beta" else value)
 
 
@@ -242,8 +240,8 @@ RULES: dict[str, Rule] = {
     "early_stopping_patience": to("early_stopping", whole),
     "max_grad_norm": to("max_grad_norm", number),
     "gradient_checkpointing": checkpointing,
-    "rl_beta": _alpha,
-    "orpo_alpha": _alpha,
+    "rl_beta": _beta,
+    "orpo_alpha": _beta,
     "dpo_label_smoothing": to("label_smoothing", number),
     "simpo_gamma": to("simpo_margin", number),
     "cpo_alpha": to("likelihood_weight", number),

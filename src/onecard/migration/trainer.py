@@ -107,10 +107,24 @@ def adapter_start(draft: Draft, name: str, value: Any, values: Mapping[str, Any]
 
 def checkpointing(draft: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
     """Recomputing activations is left to the plan."""
-    if value is False:
+    if value is False or str(value).lower() in ("false", "none"):
         draft.pass_over(name)
     else:
         draft.leave(name, value, _CHECKPOINTING)
+
+
+def often(ours: str) -> Rule:
+    """Updates between two of something; 0 leaves it to the tool, a share of the run is not known here."""
+
+    def rule(draft: Draft, name: str, value: Any, _: Mapping[str, Any]) -> None:
+        if number(value) == 0:
+            draft.pass_over(name)
+        elif number(value) < 1:
+            draft.leave(name, value, f"{ours} is a number of updates, not a share of them")
+        else:
+            draft.put(name, whole(value), ours, given=value)
+
+    return rule
 
 
 def modules(value: Any) -> list[str]:
@@ -137,9 +151,9 @@ TRAINER: dict[str, Rule] = {
     "optimizer": optimizer,
     "bf16": precision,
     "fp16": precision,
-    "logging_steps": to("log_every", whole),
-    "save_steps": to("save_every", whole),
-    "eval_steps": to("evaluate_every", whole),
+    "logging_steps": often("log_every"),
+    "save_steps": often("save_every"),
+    "eval_steps": often("evaluate_every"),
     "save_total_limit": to("keep_last", whole),
     "load_best_model_at_end": to("keep_best"),
     "neftune_noise_alpha": to("neftune_alpha", number),

@@ -15,7 +15,17 @@ from onecard.migration.draft import Draft, Rule, no, number, of_no_effect, to, w
 from onecard.migration.trainer import OWN_TEMPLATE, TRAINER, modules
 
 TOOL = "Unsloth"
-SIGNS = ("model_name", "max_seq_length", "load_in_4bit", "r", "lora_r", "hf_dataset", "local_datasets", "use_loftq")
+SIGNS = (
+    "model_name",
+    "max_seq_length",
+    "load_in_4bit",
+    "r",
+    "lora_r",
+    "hf_dataset",
+    "local_datasets",
+    "use_loftq",
+    "train_on_completions",
+)
 # Calls whose keyword arguments are settings.
 _CALLS = {
     "from_pretrained", "get_peft_model", "SFTConfig", "SFTTrainer", "TrainingArguments", "UnslothTrainingArguments",
@@ -119,7 +129,8 @@ def _draft(file: Path, values: dict[str, Any], *, method: str | None, answers_on
         made.table = "align"
         made.put("trainer", method, "method", given=method.upper())
     for name in [name for name, value in values.items() if value is COMPUTED]:
-        if name in RULES and RULES[name] is not of_no_effect:
+        # `model = model` hands an object on; the name of the model stands elsewhere.
+        if name in RULES and RULES[name] is not of_no_effect and name != "model":
             made.leave(name, "(computed)", "the script computes it, and is not run")
         del values[name]
     made.read(values, RULES)
@@ -195,7 +206,7 @@ def _rows(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None
 
 
 _NO_EFFECT = (
-    "dtype", "bias", "model", "tokenizer", "processing_class", "train_dataset", "args", "full_finetuning", "use_lora",
+    "dtype", "bias", "tokenizer", "processing_class", "train_dataset", "args", "full_finetuning", "use_lora",
     "training_type", "eval_dataset", "data_collator", "max_prompt_length", "max_completion_length", "callbacks",
     "fast_inference", "gpu_memory_utilization", "max_lora_rank", "train_on_completions", "enable_wandb", "device_map",
     "enable_tensorboard", "wandb_project", "tensorboard_dir", "dataset_kwargs", "formatting_func", "is_dataset_image",
@@ -205,9 +216,12 @@ _NO_EFFECT = (
 RULES: dict[str, Rule] = {
     **TRAINER,
     **dict.fromkeys(_NO_EFFECT, of_no_effect),
+    "model": _model,
     "model_name": _model,
     "base_model": _model,
     "load_dataset": _loaded,
+    "dataset": _rows,
+    "local_dataset": _rows,
     "hf_dataset": _rows,
     "local_datasets": _rows,
     "max_seq_length": to("max_length", whole),
@@ -238,7 +252,8 @@ RULES: dict[str, Rule] = {
     "wandb_token": no("onecard reports to nobody"),
     "chat_template": no(OWN_TEMPLATE),
     "format_type": no("the shape of rows is recognised; columns of the source name others"),
-    "finetune_vision_layers": no("onecard trains on text alone"),
+    "finetune_vision_layers": of_no_effect,
+    "vision_all_linear": no("onecard trains on text alone"),
     "train_split": no("a source of onecard is all the rows of a file or folder"),
     "subset": no("a source of onecard is all the rows of a file or folder"),
 }
