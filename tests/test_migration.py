@@ -470,6 +470,7 @@ def test_a_value_that_onecard_refuses_is_left_with_the_reason(tmp_path: Path) ->
         ("a.py", "def (:\n", "is not Python"),
         ("a.yaml", "model_name_or_path: gpt2\nstage: ppo\n", "reward model"),
         ("a.yaml", "base_model: gpt2\nmicro_batch_size: 1\nrl: grpo\n", "no method of onecard"),
+        ("a.yaml", "base_model: gpt2\nmicro_batch_size: 1\nreward_model: true\n", "trains a reward model"),
         ("a.py", "trainer = GRPOTrainer(model = 1)\n", "learns from rewards"),
         ("a.yaml", "stage: sft\ncutoff_len: 20\n", "names no model"),
     ],

@@ -28,6 +28,8 @@ def draft(file: Path, values: Mapping[str, Any]) -> Draft:
         made.put("rl", str(method), "method", given=method)
     elif method:
         raise made.refuse(f"rl: {method} is no method of onecard.", f"It aligns with {', '.join(_METHODS)}.")
+    if values.get("reward_model") or values.get("process_reward_model"):
+        raise made.refuse("it trains a reward model.", f"onecard aligns with {', '.join(_METHODS)}.")
     made.read(values, RULES)
     made.assume("num_epochs", 1.0, "num_epochs")
     return made
@@ -204,6 +206,7 @@ def _beta(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None
 
 
 _NO_EFFECT = (
+    "reward_model", "process_reward_model",
     "rl", "lora_r", "model_type", "tokenizer_type", "strict", "dataset_prepared_path", "dataset_processes",
     "pad_to_sequence_len", "load_in_4bit", "flash_attention", "xformers_attention", "sdp_attention",
     "eager_attention", "flex_attention", "flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_mlp",
