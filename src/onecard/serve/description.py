@@ -13,6 +13,8 @@ from pydantic.json_schema import models_json_schema
 from onecard.serve.protocol import ChatRequest, ClassifyRequest, CompletionRequest, EmbeddingRequest
 
 _JSON = "application/json"
+# An event of a stream holds one chunk as JSON, or [DONE].
+_SCHEMAS: dict[str, dict[str, str]] = {_JSON: {"type": "object"}, "text/event-stream": {"type": "object"}}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}, "description": "A served model."}
 # Method, path, what it does, the body, what it answers with.
 _ROUTES: list[tuple[str, str, str, type[BaseModel] | None, tuple[str, ...]]] = [
@@ -68,7 +70,7 @@ def describe(version: str, *, asks_key: bool) -> dict[str, Any]:
 
 
 def _operation(path: str, summary: str, body: type[BaseModel] | None, kinds: tuple[str, ...]) -> dict[str, Any]:
-    content = {kind: {"schema": {"type": "object" if kind == _JSON else "string"}} for kind in kinds}
+    content = {kind: {"schema": _SCHEMAS.get(kind, {"type": "string"})} for kind in kinds}
     error = {"content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     operation: dict[str, Any] = {
         "summary": summary,
