@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from onecard.compress import healing, prune
-from onecard.config import PruneConfig
+from onecard.config import PruneConfig, ResumeConfig
 from onecard.errors import ArtifactError, Interrupted
+from onecard.train.reach import resume
 
 
 def healed(model: Path, corpus: Path, output: Path, **settings: Any) -> dict[str, Any]:
@@ -76,6 +77,8 @@ def test_an_interrupted_healing_goes_on(
         with pytest.raises(Interrupted):
             healed(tiny_model_directory, tiny_corpus, tmp_path / "p", **settings)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p-healing", "whole"]
+    with pytest.raises(ArtifactError, match="healing of a pruning"):
+        resume(ResumeConfig(run=tmp_path / "p-healing" / "run"))
     with pytest.raises(ArtifactError, match="begun with other settings"):
         healed(tiny_model_directory, tiny_corpus, tmp_path / "p", intermediate_size=64, heal_updates=4)
     with monkeypatch.context() as patch:  # what was pruned is found and not made again

@@ -181,6 +181,11 @@ def _check_changeable(run: Standing) -> None:
             f"{run.path} has no plan yet, so nothing can change in it.",
             "Wait until it trains." if run.runs else "Run the original command, with other settings as you like.",
         )
+    if run.verb == "heal":
+        raise ArtifactError(
+            f"{run.path} is the healing of a pruning.",
+            "Run the `onecard prune` command that began it again: it goes on.",
+        )
     if run.verb not in KINDS:
         raise ArtifactError(f"{run.path} was made by {run.verb}, which this version does not know.", "Update onecard.")
 
