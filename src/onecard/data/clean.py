@@ -74,7 +74,7 @@ def clean(config: CleanConfig) -> dict[str, Any]:
         artifact.disk_faults(config.output),
         refinery.working_folder(config.output, refinery.fingerprint(config, files)) as folder,
     ):
-        with Workers(_worker_count(config, files)) as workers:
+        with _workers(config, files, folder) as workers:
             contamination.prepare(config.decontaminate, folder)
             tally = refinery.make_shards(config, folder, sources, files, workers)
             place = folder
@@ -118,11 +118,14 @@ def _put(path: Path, place: Path) -> None:
         shutil.copyfile(path, place)
 
 
-def _worker_count(config: CleanConfig, files: Sequence[Sequence[Path]]) -> int:
-    if config.workers != "auto":
-        return config.workers
+def _workers(config: CleanConfig, files: Sequence[Sequence[Path]], folder: Path) -> Workers:
+    count = None if config.workers == "auto" else config.workers
+    if config.engine == "ray":
+        from onecard.data.ray_workers import RayWorkers
+
+        return RayWorkers(count, config.ray_address, folder.resolve())
     size = sum(path.stat().st_size for paths in files for path in paths)
-    return available_cores() if size >= _WORTH_WORKERS_BYTES else 1
+    return Workers(count or (available_cores() if size >= _WORTH_WORKERS_BYTES else 1))
 
 
 def _distinct(sources: list[Source]) -> list[Source]:

@@ -32,7 +32,7 @@ BATCH_ITEMS = 4_000
 # More than are shown: some turn out to be duplicates.
 _CHANGED_EXAMPLES = 20
 # Settings that change nothing of what is found.
-_PLACES = ("output", "overwrite", "workers")
+_PLACES = ("output", "overwrite", "workers", "engine", "ray_address")
 
 
 @dataclass
@@ -107,7 +107,7 @@ def working_folder(output: Path, name: str) -> Iterator[Path]:
             )
         try:
             yield folder
-        except (KeyboardInterrupt, GeneratorExit):
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as fault:
             if not _is_passing(fault):

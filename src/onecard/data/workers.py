@@ -26,9 +26,9 @@ import onecard
 from onecard.errors import MachineError
 
 # Calls that wait for each worker, so that it never waits for the parent; more would only hold memory.
-_AHEAD = 2
+AHEAD = 2
 # A worker is one core's worth: libraries inside must not start threads of their own.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def available_cores() -> int:
@@ -74,7 +74,7 @@ class Workers:
         waiting: deque[Future[Any]] = deque()
         for call in calls:
             waiting.append(self._threads.submit(self._call, function, call))
-            while waiting[0].done() or len(waiting) >= self.count * _AHEAD:
+            while waiting[0].done() or len(waiting) >= self.count * AHEAD:
                 yield waiting.popleft().result()
                 if not waiting:
                     break
@@ -89,7 +89,7 @@ class Workers:
                 [sys.executable, "-P", "-c", "from onecard.data.workers import serve; serve()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": paths},
             )
             self._children.append(child)
             self._idle.put(child)
