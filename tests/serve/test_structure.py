@@ -308,6 +308,9 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI) -> None:
             assert json.loads(call.function.arguments)["at"] in ("fox", "狐")
 
 
+SCHEMA_FIELD = "response_format.json_schema.schema"
+
+
 def schema_format(described: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": described}}
 
@@ -317,14 +320,10 @@ def schema_format(described: dict[str, Any]) -> dict[str, Any]:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
-            "response_format.json_schema.schema",
-        ),
+        (schema_format({"name": "x"}), SCHEMA_FIELD),
+        (schema_format({"name": "x", "schema": {"type": "nothing"}}), SCHEMA_FIELD),
+        (schema_format({"name": "x", "schema": {"enum": ["x" * 100_000]}}), SCHEMA_FIELD),
+        (schema_format({"name": "x", "schema": {"type": "integer", "minimum": 5, "maximum": 3}}), SCHEMA_FIELD),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools"),

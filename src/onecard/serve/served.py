@@ -124,11 +124,9 @@ class Language:
 
     def structure(self, request: ChatRequest) -> Structure | None:
         """What the answer is held to; ApiError 400 if it cannot be compiled."""
-        grammar = request.grammar
-        if grammar is None:
-            return None
         try:
-            return self.engine.structures.compile(grammar)
+            grammar = request.grammar
+            return None if grammar is None else self.engine.structures.compile(grammar)
         except StructureRefusedError as fault:
             name = request.structure_name
             raise ApiError(400, f"{name}: {fault.what} {fault.remedy}", parameter=name) from None

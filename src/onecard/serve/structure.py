@@ -58,6 +58,8 @@ def call_grammar(tools: Sequence[tuple[str, Schema]], otherwise: Schema | None =
 
 
 def _json(schema: Schema) -> str:
+    if len(json.dumps(schema)) > LARGEST_GRAMMAR_BYTES:
+        raise _too_large()
     settings = {"x-guidance": {"whitespace_pattern": _BLANKS}}
     return "%json " + json.dumps({**closed(schema), **settings}, ensure_ascii=False)
 
@@ -68,8 +70,10 @@ def closed(schema: Schema) -> Schema:
     Whatever meets the result meets `schema`; a small model would go on adding properties until its context is full.
     With `allOf`, whose parts look at each other's properties, all stays as it is.
     """
-    if '"allOf"' in json.dumps(schema):
-        return schema
+    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Schema) -> Schema:
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
@@ -85,8 +89,12 @@ def closed(schema: Schema) -> Schema:
     return made
 
 
+def _too_large() -> StructureRefusedError:
+    return StructureRefusedError(f"The schema is larger than {LARGEST_GRAMMAR_BYTES >> 10} KiB.", "Give a smaller one.")
+
+
 def _closed_if_object(schema: Any) -> Any:
-    return closed(schema) if isinstance(schema, dict) else schema
+    return _closed(schema) if isinstance(schema, dict) else schema
 
 
 def _quoted(text: str) -> str:
@@ -137,9 +145,7 @@ class Structures:
     def compile(self, grammar: str) -> Structure:
         """The structure of one answer. StructureRefusedError says why there is none."""
         if len(grammar.encode(errors="replace")) > LARGEST_GRAMMAR_BYTES:
-            raise StructureRefusedError(
-                f"The schema is larger than {LARGEST_GRAMMAR_BYTES >> 10} KiB.", "Give a smaller one."
-            )
+            raise _too_large()
         with self._lock:
             if grammar not in self._known:
                 self._known[grammar] = self._matcher(grammar)
