@@ -7,12 +7,14 @@ nodes need this version of onecard, and the output's folder at the same path (sh
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,9 +26,6 @@ import onecard
 from onecard.data.workers import AHEAD, ONE_THREAD, Workers, available_cores
 from onecard.errors import ConfigError, MachineError, MissingExtra
 
-# Read by Ray when it is first imported. The second name is Ray's own switch between the address of the machine and that
-# of the loopback; on Linux too, whatever its name says.
-_PRIVATE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 # Batches are some megabytes; without a limit Ray would reserve a third of the memory.
 _STORE_BYTES = 256 << 20
 _PATIENCE_SECONDS = 10
@@ -125,12 +124,29 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
+@functools.cache
+def _private() -> dict[str, str]:
+    """Settings that Ray reads when it is first imported, and keeps: the same for the whole life of this process."""
+    # The second is Ray's switch between the machine's address and that of the loopback; on Linux too, whatever its
+    # name says. The token keeps out other users of this machine.
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+
+
 def _started(count: int, logs: Path) -> Any:
     """Ray with a node of its own on this machine; an address in the environment is not followed."""
-    # The token keeps out other users of this machine.
-    told = {**_PRIVATE, **ONE_THREAD, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_TOKEN") != _private()["RAY_AUTH_TOKEN"]:
+        raise MachineError(
+            "Ray was imported before, and would listen to other machines.",
+            "Clean in a process of its own, or name a cluster (ray_address).",
+        )
+    os.environ.update(_private())
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
     try:
         import ray
 
@@ -143,6 +159,11 @@ def _started(count: int, logs: Path) -> Any:
             object_store_memory=_STORE_BYTES,
             _temp_dir=str(logs),
         )
+    except RuntimeError as fault:
+        raise MachineError(
+            f"Ray does not start on this machine: {str(fault).strip().splitlines()[0]}",
+            "Try again when less is running, or leave out --engine ray.",
+        ) from fault
     finally:
         for name, value in before.items():
             if value is None:
