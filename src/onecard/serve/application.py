@@ -1,52 +1,36 @@
-"""The HTTP application around an engine: its routes, streamed (SSE) and whole answers, and errors in OpenAI's shape.
+"""The HTTP application around the served models: its routes, and errors in OpenAI's shape.
 
 GET / (a page to chat on), /health, /metrics, /openapi.json, /v1/models; POST /v1/chat/completions, /v1/completions,
-/v1/embeddings and /v1/classify. No foreign web
-page may use it: there is no CORS, and while only this machine is served, a Host must be a local name. No text is
-logged. A client that leaves frees its slot at once. It does not know tensors, ports or signals.
+/v1/embeddings and /v1/classify. No foreign web page may use it: there is no CORS, and while only this machine is
+served, a Host must be a local name. No text is logged. It does not know tensors, ports or signals.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from onecard import __version__
 from onecard.serve import answers, page, protocol
 from onecard.serve.access import Counted, KeyRequired, LocalNames
-from onecard.serve.answers import Form
+from onecard.serve.answering import CLIENT_LEFT, answer
 from onecard.serve.description import describe
 from onecard.serve.engine import Engine
 from onecard.serve.metrics import Metrics
 from onecard.serve.protocol import ApiError, ChatRequest, ClassifyRequest, CompletionRequest, EmbeddingRequest
-from onecard.serve.requests import (
-    EngineClosedError,
-    Event,
-    FinishEvent,
-    Handle,
-    PromptRefusedError,
-    QueueFullError,
-    TokenEvent,
-)
 from onecard.serve.served import Classes, Language, Served, Vectors
-from onecard.serve.structure import Structure
-from onecard.serve.tools import ToolCalls
 
 BODY_LIMIT_BYTES = 4 << 20
 # A larger body is read to here and thrown away, so that the client sees the answer and not a broken connection.
 _DISCARD_LIMIT_BYTES = 64 << 20
-_CLIENT_LEFT = 499
-_TIME_IS_UP = "The answer was not finished within"
 
 
 @dataclass
@@ -171,14 +155,14 @@ def make_app(service: Service) -> FastAPI:
         model = service.language(wanted.model)
         ids = await asyncio.to_thread(model.encode_chat, wanted)
         structure = await asyncio.to_thread(model.structure, wanted)
-        return await _answer(service, model, request, wanted, ids, "messages", structure)
+        return await answer(service, model, request, wanted, ids, "messages", structure)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         wanted = protocol.parse(CompletionRequest, await _read_body(request))
         model = service.language(wanted.model)
         ids = await asyncio.to_thread(model.encode_completion, wanted)
-        return await _answer(service, model, request, wanted, ids, "prompt")
+        return await answer(service, model, request, wanted, ids, "prompt")
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> dict[str, Any]:
@@ -207,7 +191,7 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=_CLIENT_LEFT)
+        return Response(status_code=CLIENT_LEFT)
 
     @app.exception_handler(Exception)
     async def bug(_: Request, fault: Exception) -> Response:
@@ -249,176 +233,3 @@ async def _read_body(request: Request) -> bytes:
     if size > BODY_LIMIT_BYTES:
         raise ApiError(413, f"The body is larger than {BODY_LIMIT_BYTES >> 20} MiB.", code="body_too_large")
     return bytes(body)
-
-
-# --- one answer ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Stream:
-    """A submitted request with its events on this event loop; what they were is counted, and their time is limited."""
-
-    handle: Handle
-    events: asyncio.Queue[Event]
-    metrics: Metrics
-    limit_seconds: float | None
-    begun: float = field(default_factory=time.monotonic)
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        said, reason, handle = 0, "left", self.handle
-        try:
-            while reason == "left":
-                event = await self._next()
-                if isinstance(event, FinishEvent):
-                    reason = event.reason
-                else:
-                    said += 1
-                    if said == 1:
-                        self.metrics.count_first_token(self.begun)
-                yield event
-        finally:
-            self.metrics.count_end(self.begun, reason, handle.prompt_tokens, handle.cached_tokens, said)
-
-    async def _next(self) -> Event:
-        if self.limit_seconds is None:
-            return await self.events.get()
-        try:
-            async with asyncio.timeout(max(0.0, self.begun + self.limit_seconds - time.monotonic())):
-                return await self.events.get()
-        except TimeoutError:
-            self.handle.cancel()
-            return FinishEvent("error", "", 0, f"{_TIME_IS_UP} {self.limit_seconds:g} seconds.")
-
-
-async def _answer(
-    service: Service,
-    model: Language,
-    request: Request,
-    wanted: ChatRequest | CompletionRequest,
-    ids: list[int],
-    prompt_name: str,
-    structure: Structure | None = None,
-) -> Response:
-    engine = model.engine
-    generation = wanted.generation(engine.sampling_defaults, engine.vocabulary)
-    is_chat = isinstance(wanted, ChatRequest)
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-    def listen(event: Event) -> None:
-        loop.call_soon_threadsafe(events.put_nowait, event)
-
-    try:
-        handle = engine.submit(ids, replace(generation, continues_text=not is_chat, structure=structure), listen)
-    except PromptRefusedError as fault:
-        name = prompt_name if fault.parameter == "prompt" else wanted.answer_limit()[1]
-        code = "context_length_exceeded" if fault.too_long else None
-        raise ApiError(400, f"{name}: {fault.what} {fault.remedy}", parameter=name, code=code) from None
-    except QueueFullError as fault:
-        raise ApiError(429, f"{fault.what} {fault.remedy}", kind="rate_limit_error", code="queue_full") from None
-    except EngineClosedError as fault:
-        raise ApiError(503, f"{fault.what} {fault.remedy}", kind="server_error") from None
-    service.answered += 1
-    form = Form(model.name, engine.token_bytes, is_chat)
-    tools = ToolCalls() if isinstance(wanted, ChatRequest) and wanted.offered_tools else None
-    stream = _Stream(handle, events, service.metrics, service.time_limit_seconds)
-    if wanted.stream:
-        options = wanted.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        return _EventStream(handle, _server_sent_events(stream, form, tools, with_usage))
-    return await _whole(request, stream, form, tools)
-
-
-class _EventStream(StreamingResponse):
-    """A stream of server-sent events; however it ends, the slot is given back."""
-
-    def __init__(self, handle: Handle, content: AsyncIterator[str]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._handle = handle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._handle.cancel()
-
-
-async def _server_sent_events(
-    stream: _Stream, form: Form, tools: ToolCalls | None, with_usage: bool
-) -> AsyncIterator[str]:
-    def line(value: dict[str, Any]) -> str:
-        if with_usage:
-            value.setdefault("usage", None)
-        return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n"
-
-    if form.chat:
-        yield line(form.chunk({"role": "assistant", "content": ""}))
-    async for event in stream:
-        text, calls = tools.feed(event.text) if tools else (event.text, [])
-        scored = [event] if isinstance(event, TokenEvent) and event.logprobs is not None else []
-        if isinstance(event, FinishEvent) and tools:
-            text += tools.finish()
-        if text or scored:
-            yield line(form.chunk(text=text, tokens=scored))
-        if calls:
-            yield line(form.chunk({"tool_calls": calls}))
-        if isinstance(event, FinishEvent):
-            if event.reason in ("abort", "error"):
-                yield line(_failure(event).body())
-            else:
-                yield line(form.chunk(reason=_finish_reason(event, tools)))
-                if with_usage:
-                    counts = answers.usage(stream.handle.prompt_tokens, event.completion_tokens)
-                    yield line(form.usage_chunk(counts))
-    yield "data: [DONE]\n\n"
-
-
-async def _whole(request: Request, stream: _Stream, form: Form, tools: ToolCalls | None) -> Response:
-    collecting = asyncio.ensure_future(_collect(stream))
-    leaving = asyncio.ensure_future(_until_client_leaves(request))
-    try:
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=_CLIENT_LEFT)
-        events = collecting.result()
-    finally:
-        stream.handle.cancel()
-        collecting.cancel()
-        leaving.cancel()
-    last = events[-1]
-    assert isinstance(last, FinishEvent)
-    if last.reason in ("abort", "error"):
-        raise _failure(last)
-    text = "".join(event.text for event in events)
-    if tools:
-        text = tools.feed(text)[0] + tools.finish()
-    return JSONResponse(
-        form.whole(
-            text,
-            [event for event in events if isinstance(event, TokenEvent)],
-            _finish_reason(last, tools),
-            answers.usage(stream.handle.prompt_tokens, last.completion_tokens),
-            [{key: value for key, value in call.items() if key != "index"} for call in tools.found] if tools else [],
-        )
-    )
-
-
-async def _collect(stream: _Stream) -> list[Event]:
-    return [event async for event in stream]
-
-
-async def _until_client_leaves(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _finish_reason(event: FinishEvent, tools: ToolCalls | None) -> str:
-    """A finished call is `tool_calls`; an answer that was cut off is `length`, whatever was in it."""
-    return "tool_calls" if tools and tools.found and event.reason == "stop" else event.reason
-
-
-def _failure(event: FinishEvent) -> ApiError:
-    if event.reason == "abort":
-        return ApiError(503, "The server is shutting down.", kind="server_error", code="shutting_down")
-    if event.error.startswith(_TIME_IS_UP):
-        return ApiError(504, event.error, kind="server_error", code="time_limit")
-    return ApiError(500, event.error, kind="server_error", code="model_failed")
