@@ -328,10 +328,10 @@ def test_closing_ends_what_runs_and_what_waits(start: Callable[..., Engine]) -> 
 
 
 def test_choices_that_depend_on_the_model(model: Any) -> None:
-    assert context_length(model, "auto") == 256
-    assert context_length(model, 100) == 100
+    assert context_length(model.config, "auto") == 256
+    assert context_length(model.config, 100) == 100
     with pytest.raises(ConfigError, match="256"):
-        context_length(model, 300)
+        context_length(model.config, 300)
     config = SimpleNamespace(do_sample=True, temperature=0.6, top_k=20, top_p=None)
     chosen = sampling_defaults(SimpleNamespace(generation_config=config))  # type: ignore[arg-type]
     assert chosen == SamplingParameters(temperature=0.6, top_k=20)

@@ -15,7 +15,7 @@ from onecard import console
 from onecard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from onecard.serve.eager import EagerModel
     from onecard.serve.engine import Engine
@@ -45,7 +45,7 @@ def open_engine(
     tokenizer = load_tokenizer(path)
     model, decoder_of = open_model(path, precision)
     check_tokenizer_fits(tokenizer, model, path)
-    length = context_length(model, max_length)
+    length = context_length(model.config, max_length)
     decoder = decoder_of(max_concurrent, length)
     return (
         Engine(model, tokenizer, max_concurrent, length, max_queue, decoder=decoder, prefix_bytes=prefix_bytes),
@@ -53,10 +53,12 @@ def open_engine(
     )
 
 
-def context_length(model: PreTrainedModel, wanted: int | str) -> int:
-    """The longest context in tokens: what the model was made for, or less if `wanted`. ConfigError if it cannot."""
-    config: Any = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
+def context_length(architecture: Any, wanted: int | str) -> int:
+    """The longest context in tokens: what a model of this configuration was made for, or less if `wanted`.
+
+    ConfigError if it cannot.
+    """
+    limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     if isinstance(wanted, int):
         if limit is not None and wanted > limit:
             raise ConfigError(
