@@ -44,12 +44,13 @@ PATIENCE_SECONDS = 120.0
 
 @dataclass
 class Question:
-    """A request, and the answer that it got alone."""
+    """A request, and the answer that it got alone, in so many seconds."""
 
     kind: str
     path: str
     body: dict[str, Any]
     answer: tuple[str, str] = ("", "")
+    seconds: float = 0.0
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Tally:
     left: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     longest: float = 0.0
+    distinct: int = 0
     memory: list[int] = field(default_factory=list)
 
 
@@ -107,7 +109,7 @@ async def one(client: httpx.AsyncClient, question: Question, chance: random.Rand
     """Ask once; a third of the clients leave, in the midst of a stream or at any moment of a whole answer."""
     begun, leaves = time.monotonic(), chance.random() < 1 / 3
     pieces = chance.randint(1, 8) if leaves and question.body.get("stream") else None
-    patience = chance.uniform(0, 2) if leaves and pieces is None else PATIENCE_SECONDS
+    patience = chance.uniform(0, 3 * question.seconds) if leaves and pieces is None else PATIENCE_SECONDS
     try:
         async with asyncio.timeout(patience):
             text, reason = await ask(client, question, pieces)
@@ -136,10 +138,13 @@ async def storm(url: str, name: str, wanted: argparse.Namespace, process: psutil
     limits = httpx.Limits(max_connections=wanted.clients, max_keepalive_connections=wanted.clients)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS, limits=limits) as client:
         for question in asked:
+            begun = time.monotonic()
             question.answer = await ask(client, question)
+            question.seconds = time.monotonic() - begun
             if question.kind == "structured" and question.answer[1] == "stop":
                 json.loads(question.answer[0])
-        say(f"{len(asked)} questions asked alone")
+        tally.distinct = len({question.answer for question in asked})
+        say(f"{len(asked)} questions asked alone, {tally.distinct} different answers")
         left = wanted.requests
 
         async def work() -> None:
@@ -189,8 +194,8 @@ def main() -> int:
             [
                 f"{wanted.requests} requests by {wanted.clients} clients in {time.monotonic() - begun:.0f} s on "
                 f"{machine()}: {sum(tally.done.values())} answered to the end, {sum(tally.left.values())} left early; "
-                f"{len(tally.wrong)} wrong; longest wait for a whole answer {tally.longest:.1f} s; memory "
-                f"{half / 2**20:.0f} MiB at half, {growth / 2**20:+.1f} MiB at the end; all slots free; server's exit "
+                f"{len(tally.wrong)} wrong ({tally.distinct} different answers are right); "
+                f"longest wait for a whole answer {tally.longest:.1f} s; memory {half / 2**20:.0f} MiB at half, {growth / 2**20:+.1f} MiB at the end; all slots free; server's exit "
                 f"status {status}.",
                 "",
                 "| kind | answered | left |",

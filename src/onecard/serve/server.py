@@ -7,6 +7,7 @@ top_p 1). SIGINT and SIGTERM let running answers finish. It knows ports and sign
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import threading
@@ -88,6 +89,8 @@ def serve(config: ServeConfig) -> dict[str, Any]:
             f"the model listens on {config.host}: everybody who can reach this machine can use it, without a key "
             "(--api-key-file)."
         )
+    # Clients that leave amid a stream are no fault.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     started = time.monotonic()
 
     def leave(_: int, __: FrameType | None) -> None:
