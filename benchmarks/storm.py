@@ -189,22 +189,16 @@ def main() -> int:
     half = tally.memory[len(tally.memory) // 2]
     growth = tally.memory[-1] - half
     rows = [f"| {kind} | {tally.done[kind]} | {tally.left[kind]} |" for kind in sorted(tally.done | tally.left)]
-    print(  # noqa: T201 - a measurement's table
-        "\n".join(
-            [
-                f"{wanted.requests} requests by {wanted.clients} clients in {time.monotonic() - begun:.0f} s on "
-                f"{machine()}: {sum(tally.done.values())} answered to the end, {sum(tally.left.values())} left early; "
-                f"{len(tally.wrong)} wrong ({tally.distinct} different answers are right); "
-                f"longest wait for a whole answer {tally.longest:.1f} s; memory {half / 2**20:.0f} MiB at half, {growth / 2**20:+.1f} MiB at the end; all slots free; server's exit "
-                f"status {status}.",
-                "",
-                "| kind | answered | left |",
-                "| --- | ---: | ---: |",
-                *rows,
-                *tally.wrong[:20],
-            ]
-        )
-    )
+    summary = [
+        f"{wanted.requests} requests by {wanted.clients} clients in {time.monotonic() - begun:.0f} s on {machine()}",
+        f"{tally.done.total()} answered to the end, {tally.left.total()} left early",
+        f"{len(tally.wrong)} wrong ({tally.distinct} different answers are right)",
+        f"longest wait for a whole answer {tally.longest:.1f} s",
+        f"memory {half / 2**20:.0f} MiB at half, {growth / 2**20:+.1f} MiB at the end",
+        f"all slots free; server's exit status {status}.",
+    ]
+    table = ["; ".join(summary), "", "| kind | answered | left |", "| --- | ---: | ---: |", *rows, *tally.wrong[:20]]
+    print("\n".join(table))  # noqa: T201 - a measurement's table
     return int(bool(tally.wrong) or status != 0 or growth > 32 << 20)
 
 
