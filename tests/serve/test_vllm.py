@@ -281,8 +281,10 @@ def test_one_that_does_not_stop_is_ended_by_the_second_ctrl_c(tiny_model_directo
     time.sleep(0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
+    assert "error: vLLM was stopped, and ended with status 137.\n" in said
+    assert "last lines" not in said
 
 
 def test_one_that_dies_shows_its_last_lines_and_the_cause(
@@ -296,6 +298,17 @@ def test_one_that_dies_shows_its_last_lines_and_the_cause(
     assert "\n  INFO reading weights\n" in said.err
     assert "error: vLLM ended with status 7: ValueError: no room for key/value cache\n" in said.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_environment_that_was_moved_is_told(
+    tiny_model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment, _ = fake_vllm(tmp_path)
+    executable = environment / "bin" / "vllm"
+    executable.write_text("#!/nowhere/bin/python3\n")
+    words = ["serve", str(tiny_model_directory), "--engine", "vllm", "--vllm", str(environment), "--port", "0"]
+    assert cli.main(words) == 2
+    assert f"error: {executable} cannot be started (No such file or directory).\n" in capsys.readouterr().err
 
 
 def test_one_that_crashes_while_it_serves_is_told(

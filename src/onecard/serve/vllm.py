@@ -25,7 +25,7 @@ from typing import Any
 
 from onecard import console
 from onecard.config import ServeConfig
-from onecard.errors import ConfigError, MachineError
+from onecard.errors import ConfigError, Interrupted, MachineError, OnecardError
 from onecard.machine.probe import Machine, probe
 from onecard.serve import vllm_settings
 from onecard.serve.access import api_key, is_loopback
@@ -154,17 +154,20 @@ class _Process:
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         # A session of its own: the terminal's Ctrl-C would reach its workers before it could stop them in order.
-        self._child = subprocess.Popen(  # noqa: S603 - the executable that the user named
-            words,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        try:
+            self._child = subprocess.Popen(  # noqa: S603 - the executable that the user named
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+            )
+        except OSError as fault:  # such as an environment that was moved: its programs name a python that is gone
+            raise ConfigError(f"{words[0]} cannot be started ({fault.strerror}).", _INSTALL) from None
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read, name="onecard-vllm-output", daemon=True)
         self._asked_to_stop: float | None = None
@@ -207,8 +210,13 @@ class _Process:
         self._reader.join(timeout=1)
         return status if status >= 0 else 128 - status
 
-    def failure(self, status: int) -> MachineError:
-        """What to tell after it ended by itself; shows its last lines."""
+    def failure(self, status: int) -> OnecardError:
+        """What to tell after it ended with a status other than 0; shows its last lines, unless it was asked to stop."""
+        fault: OnecardError
+        if self._asked_to_stop is not None:
+            fault = Interrupted(f"vLLM was stopped, and ended with status {status}.", "Start it again when you like.")
+            fault.exit_status = status
+            return fault
         lines = list(self._lines)
         causes = [found[1] for line in lines if (found := _FAULT.search(line)) and _NO_CAUSE not in line]
         console.warn("the last lines of vLLM:\n" + "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]))
