@@ -31,6 +31,16 @@ class OnecardError(Exception):
         self.what = what
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default a copy (from a worker to its parent) would be made by calling the class with the one line.
+        return _copied, (type(self), self.args, vars(self))
+
+
+def _copied(kind: type[OnecardError], lines: tuple[Any, ...], state: dict[str, Any]) -> OnecardError:
+    made = kind.__new__(kind, *lines)
+    vars(made).update(state)
+    return made
+
 
 class ConfigError(OnecardError):
     """A setting is unknown, of the wrong kind, out of range, or contradicts another."""

@@ -18,7 +18,7 @@ from onecard.config import CleanConfig
 from onecard.data import ray_workers, refinery
 from onecard.data.clean import clean
 from onecard.data.ray_workers import RayWorkers
-from onecard.errors import ConfigError, DataError, MachineError, MissingExtra
+from onecard.errors import ConfigError, MachineError, MissingExtra
 from onecard.settings import Source
 
 
@@ -91,7 +91,11 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayWorkers]:
 
 
 def _content(output: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in output.iterdir() if path.name[:3] in ("doc", "rej", "rep")}
+    return {
+        path.name: path.read_bytes()
+        for path in output.iterdir()
+        if path.name[:3] in ("doc", "rej") or path.name == "report.json"
+    }
 
 
 def test_the_same_to_the_byte_as_without(texts: Path, workers: RayWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +120,7 @@ def test_the_same_to_the_byte_as_without(texts: Path, workers: RayWorkers, monke
     clean(config(texts, "ray", engine="ray"))
     assert {"tidy", "group_band", "write_part"} <= set(calls)
     kept, same = _content(texts / "ray"), _content(texts / "local")
-    assert {"documents-00000.parquet", "rejected-00000.jsonl", "report.json", "report.html"} == set(kept)
+    assert {"documents-00000.parquet", "rejected-00000.jsonl", "report.json"} == set(kept)
     assert kept == same
     assert local["rejected"].keys() == {"too_short", "exact_duplicate", "near_duplicate"}
 
@@ -126,13 +130,10 @@ def test_answers_come_in_order_and_faults_are_their_own(workers: RayWorkers) -> 
     assert next(answers) == 1
     with pytest.raises(ValueError, match="invalid literal"):
         next(answers)
-    with pytest.raises(DataError) as fault:
-        list(workers.map(_raise, [("rows.jsonl",)]))
-    assert (fault.value.file, fault.value.line, fault.value.remedy) == ("rows.jsonl", 3, "Mend it.")
-
-
-def _raise(file: str) -> None:
-    raise DataError("It is cut off.", "Mend it.", file=file, line=3)
+    with pytest.raises(ConfigError) as fault:
+        list(workers.map(ray_workers._reached, [("auto",)]))
+    assert fault.value.what == "ray_address = auto is no host and port."
+    assert fault.value.remedy == "Write it as in ray_address = '10.0.0.5:6379'."
 
 
 def test_a_node_that_does_not_see_the_folder_is_named(workers: RayWorkers) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from onecard import artifact
 from onecard.config import CleanConfig
-from onecard.data import contamination, refinery, shards
+from onecard.data import contamination, refinery, shards, steps
 from onecard.data.clean import clean
 from onecard.data.corpus import read_documents
 from onecard.data.workers import Workers
@@ -191,6 +191,18 @@ def test_faults_of_workers_are_raised_in_order() -> None:
         assert next(answers) == 1
         with pytest.raises(ValueError, match="invalid literal"):
             next(answers)
+
+
+def test_what_a_user_can_mend_comes_whole_from_a_worker(tmp_path: Path) -> None:
+    reference = tmp_path / "reference.txt"
+    reference.write_text("太短", encoding="utf-8")
+    settings = CleanConfig(sources=[Source(path="x")], reference=reference)
+    with Workers(2) as workers, pytest.raises(DataError) as fault:
+        list(workers.map(steps.Steps, [(settings,)]))
+    with pytest.raises(DataError) as same:
+        steps.Steps(settings)
+    assert vars(fault.value) | {"__notes__": 0} == vars(same.value) | {"__notes__": 0}
+    assert str(fault.value) == str(same.value)
 
 
 def test_two_runs_do_not_meet(tmp_path: Path) -> None:
