@@ -229,9 +229,10 @@ class _Process:
 
     def _read(self) -> None:
         assert self._child.stdout is not None
-        for line in self._child.stdout:
-            if line.strip():
-                self._lines.append(line.rstrip())
+        with self._child.stdout as output:
+            for line in output:
+                if line.strip():
+                    self._lines.append(line.rstrip())
 
     def _healthy(self, host: str, port: int) -> bool:
         connection = http.client.HTTPConnection(host, port, timeout=2)  # not through a proxy, whatever the environment
