@@ -26,7 +26,8 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # On a card, for the forward pass that vLLM tries at its start, its graphs and what torch keeps.
 WORKSPACE_BYTES = 3 * GIB // 2
-# On a CPU: two processes with torch and vLLM loaded, and the code that is compiled for the model.
+# On a CPU: three processes with torch and vLLM loaded, and the code that is compiled for the model. 3.4 GiB were seen
+# beside the weights of SmolLM2-135M (vLLM 0.32), with the keys and values of short conversations.
 PROCESSES_BYTES = 4 * GIB
 # A longest context that had to be shortened is a multiple of this.
 _ROUND_TOKENS = 256
