@@ -37,9 +37,9 @@ class Floor:
         return self.weights + self.optimizer + moving
 
 
-def floor(job: Job) -> Floor:
-    """The least memory of an update of `job`."""
-    shape = shape_of(job.model)
+def floor(job: Job, shape: Shape | None = None) -> Floor:
+    """The least memory of an update of `job`, whose model has this shape."""
+    shape = shape or shape_of(job.model)
     trained = trained_parameters(job, shape)
     kept = 0 if job.optimizer_in_backward else trained * _gradient_bytes(job)
     return Floor(

@@ -24,6 +24,7 @@ from onecard.plan.candidates import (
     ways,
     words,
 )
+from onecard.plan.floor import floor
 from onecard.plan.job import Job, Memory, Speed, Target
 from onecard.plan.shape import Shape, shape_of
 from onecard.plan.speed import speed
@@ -85,6 +86,10 @@ class Asked:
             margin_bytes=self.target.capacity_bytes - memory.needed_bytes,
         )
 
+    def fits(self, job: Job) -> bool:
+        """Whether a job fits. Not asked about is one that cannot: whose weights, states and gradients are too much."""
+        return floor(job).total_bytes <= self.limit_bytes and self.of(job).fits
+
     def _learn(self, job: Job, memory: Memory) -> None:
         told = sum(memory.breakdown.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
         staying = told or kept_bytes(job)
@@ -114,6 +119,7 @@ class Option:
     ways: frozenset[tuple[str, Any]]
     approximate: int
     kept_bytes: int
+    least_bytes: int
     passing_bytes: tuple[int, int]
     state: tuple[Any, ...]
     kind: tuple[Any, ...]
@@ -128,6 +134,7 @@ def _option(job: Job, shape: Shape, target: Target, speed_of: SpeedOf) -> Option
         ways(job),
         approximate(job),
         kept_bytes(job, shape),
+        floor(job, shape).total_bytes,
         passing_bytes(job, shape),
         _state(job),
         _kind(job),
@@ -201,6 +208,8 @@ def _worth_asking(
     option: Option, accepted: list[tuple[Option, Candidate]], refused: list[Option], asked: Asked
 ) -> bool:
     guess, trust = asked.guess(option)
+    if option.least_bytes > asked.limit_bytes:
+        return False
     if guess > asked.limit_bytes * trust or any(_holds_as_much(option, other) for other in refused):
         return False
     better = [pair for pair in accepted if pair[0].preference <= option.preference]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from onecard.plan.job import KINDS, Moment
 
@@ -536,6 +536,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = " x ".join(str(size) for size in tensor.shape)
         where = f"{self._modules[-1]}: " if self._modules else ""
         return f"{where}{name} {shape} {str(tensor.dtype).removeprefix('torch.')}, {self.part}"
+
+
+def present_recorder() -> Recorder:
+    """The innermost one that operations now go through."""
+    return next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Recorder))
 
 
 def _is_real(func: Any, tensors: list[Tensor]) -> bool:

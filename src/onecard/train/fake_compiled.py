@@ -10,23 +10,25 @@ here.
 
 Approximated are: the order of operations (the compiler may move some), the patterns it recognises (a softmax, a random
 mask), reads above which it keeps a value although it could fuse it, and padding of matrices. `checkpointing` is done as
-the compiler does it: by marks on the graph. Layers of one kind are traced once.
+the compiler does it: by marks on the graph. Layers of one kind are traced once in a process.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from onecard.plan.trace import Recorder
+from onecard.plan.trace import Recorder, present_recorder
 from onecard.train.activations import _policy
 from onecard.train.compilation import decoder_layers, let_gradients_begin_before
 
@@ -44,20 +46,56 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "
 }
 
 
-def imitate(model: torch.nn.Module, recorder: Recorder) -> None:
-    """Let the layers of a model run as compiled ones would; their checkpointing goes over to the graph."""
-    made: dict[Any, Any] = {}
+# A search asks about a few dozen kinds of layers; the one that was not met for longest goes first.
+_MOST_KEPT = 64
+_kept: OrderedDict[Any, _Compiled | None] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A layer as one function of its weights and inputs, both flat, and the form of what it returns.
+
+    It holds no tensor of the step in which it was made, so that the next step can take it as well.
+    """
+
+    function: Callable[..., Any]
+    out_spec: Any
+
+
+def imitate(model: torch.nn.Module, recorder: Recorder, circumstances: Hashable) -> None:
+    """Let the layers of a model run as compiled ones would; their checkpointing goes over to the graph.
+
+    Graphs are kept between steps. `circumstances`: all that decides what a layer does beside its class, its numbers,
+    the tensors that it gets and the modes that torch is in; steps of equal ones share their graphs.
+    """
+    met: dict[Any, Tensor | None] = {}
     for layer in decoder_layers(model):
-        layer.forward = _Layer(layer, recorder, made)
+        layer.forward = _Layer(layer, recorder, circumstances, met)
     let_gradients_begin_before(model)
+
+
+def forget() -> None:
+    """Drop the graphs that are kept (for tests)."""
+    _kept.clear()
+
+
+def _keep(key: Any, made: _Compiled | None) -> None:
+    _kept[key] = made
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
 
 
 class _Layer:
     """In the place of a layer's `forward`."""
 
-    def __init__(self, layer: torch.nn.Module, recorder: Recorder, made: dict[Any, Any]) -> None:
-        self._layer, self._plain, self._recorder, self._made = layer, layer.forward, recorder, made
-        self._kind = (type(layer), _numbers_of(layer))
+    def __init__(
+        self, layer: torch.nn.Module, recorder: Recorder, circumstances: Hashable, met: dict[Any, Tensor | None]
+    ) -> None:
+        self._layer, self._plain, self._recorder = layer, layer.forward, recorder
+        # What entered the first layer of each kind stays to the end of the step: one hidden state on the safe side,
+        # whether its graph was made in this step or before.
+        self._met = met
+        self._kind = (circumstances, type(layer), _numbers_of(layer))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self._layer
@@ -68,30 +106,37 @@ class _Layer:
         others = str([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
         again = layer.training and getattr(layer, "gradient_checkpointing", False)
         way = getattr(layer, "_gradient_checkpointing_func", None) if again else None
-        key = (self._kind, shapes, others, spec, layer.training, way is not None)
-        if key not in self._made:
-            self._made[key] = self._trace([name for name, _ in weights], leaves, spec, way)
-        if self._made[key] is not None:
-            function, out_spec = self._made[key]
-            try:
-                with self._recorder.passive():
-                    flat = function(*(weight for _, weight in weights), *tensors)
-                return pytree.tree_unflatten(list(flat), out_spec[0])
-            except _READS_CONTENT:
-                self._made[key] = None
-        return self._plain(*args, **kwargs)
+        selective = None if way is None else "context_fn" in getattr(way, "keywords", {})
+        key = (self._kind, shapes, others, spec, layer.training, selective, _modes())
+        flat = [*(weight for _, weight in weights), *tensors]
+        if key not in _kept:
+            with self._recorder.passive(), self._recorder.elsewhere():
+                _keep(key, self._compiled([name for name, _ in weights], leaves, spec, selective, flat))
+        compiled = _kept[key]
+        if compiled is None:
+            return self._plain(*args, **kwargs)
+        _kept.move_to_end(key)
+        with self._recorder.passive():
+            if key not in self._met:
+                self._met[key] = tensors[0].detach() if tensors else None
+            return pytree.tree_unflatten(list(compiled.function(*flat)), compiled.out_spec)
 
-    def _trace(self, names: list[str], leaves: list[Any], spec: Any, way: Any) -> tuple[Any, list[Any]]:
+    def _compiled(
+        self, names: list[str], leaves: list[Any], spec: Any, selective: bool | None, flat: list[Tensor]
+    ) -> _Compiled | None:
+        """The layer as a function; None if it reads content. `selective`: how backward computes it again; None: not."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
-        layer: Any = self._layer
+        # Let go once the layer is traced, for it belongs to a step, and the function does not.
+        traced: list[tuple[Any, Any]] = [(self._layer, self._plain)]
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         out_spec: list[Any] = []
 
         def plain(*flat: Tensor) -> tuple[Any, ...]:
+            layer, forward = traced[0]
             filled = list(constants)
             for index, tensor in zip(places, flat[len(names) :]):
                 filled[index] = tensor
@@ -100,7 +145,7 @@ class _Layer:
             layer.gradient_checkpointing = False
             try:
                 with _reparametrize_module(layer, dict(zip(names, flat[: len(names)]))):
-                    made = self._plain(*args, **kwargs)
+                    made = forward(*args, **kwargs)
             finally:
                 layer.gradient_checkpointing = before
             values, made_spec = pytree.tree_flatten(made)
@@ -108,18 +153,44 @@ class _Layer:
             return tuple(values)
 
         def cut(joint: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
-            if way is not None:
-                _mark(joint, selective="context_fn" in getattr(way, "keywords", {}))
+            if selective is not None:
+                _mark(joint, selective=selective)
             return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **settings)
 
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
-            return _Graph(gm, self._recorder)
+            return _Graph(gm)
 
         table: Any = select_decomp_table()
         function: Any = aot_function(
             plain, compiler, compiler, cut, decompositions=table, num_params_buffers=len(names), enable_log=False
         )
-        return function, out_spec
+
+        try:
+            # Not with the step's own tensors: whoever traces holds on to them for a while. And what packs those that
+            # are saved keeps count.
+            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+                function(*(_stand_in(tensor) for tensor in flat))
+        except _READS_CONTENT:
+            return None
+        finally:
+            traced.clear()
+        return _Compiled(function, out_spec[0])
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Another tensor without content of the same form; what has content is taken as it is."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _modes() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:
@@ -127,15 +198,15 @@ def _shape(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _numbers_of(layer: torch.nn.Module) -> str:
-    """What may tell layers of one class apart: windows, kinds of attention, rates; not their own number."""
+    """What may tell layers of one class apart: parts, windows, kinds of attention, rates; not their own number."""
     found = []
     for name, module in layer.named_modules():
         plain = {
             key: value
             for key, value in vars(module).items()
-            if isinstance(value, int | float | str) and key not in ("layer_idx", "layer_id")
+            if isinstance(value, int | float | str) and key not in ("layer_idx", "layer_id", "gradient_checkpointing")
         }
-        found.append((name, sorted(plain.items())))
+        found.append((name, type(module).__qualname__, sorted(plain.items())))
     return str(found)
 
 
@@ -174,8 +245,7 @@ class _Graph:
 
     _boxed_call = True
 
-    def __init__(self, graph: fx.GraphModule, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, graph: fx.GraphModule) -> None:
         self._buffers: list[_Buffer] = []
         self._kernels: list[_Kernel] = []
         # Where the values of a node lie: ("input", n), ("buffer", n), or those of what it is fused from.
@@ -189,7 +259,7 @@ class _Graph:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Take and give back memory as the graph would."""
-        with self._recorder.active():
+        with present_recorder().active():
             held: dict[tuple[str, int], Any] = {("input", n): value for n, value in enumerate(inputs)}
             inputs.clear()
             for kernel in self._kernels:
@@ -285,7 +355,9 @@ class _Graph:
         leaving = {place for node in self._outside for place in self._where.get(node, [])}
         for number, kernel in enumerate(self._kernels):
             alone = ("never", 0) in kernel.frees
-            kernel.frees = [place for place in self._reads_of[number] if last[place] == number and place not in leaving]
+            kernel.frees = [
+                place for place in sorted(self._reads_of[number]) if last[place] == number and place not in leaving
+            ]
             # What nobody reads was room for the kernel itself.
             for made in kernel.makes:
                 if ("buffer", made) not in last and ("buffer", made) not in leaving:

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,12 @@ from onecard.train.watched import Watched, WholeLogits, place, watch
 
 # More micro-batches than this hold no more: the second finds the gradients of the first.
 _MICRO_BATCHES = 2
+# What a layer knows nothing of. How it is computed again is known of each layer; what is kept is packed outside of it.
+_ELSEWHERE = (
+    *("optimizer", "optimizer_states", "optimizer_in_backward", "gradients", "gradient_accumulation_steps"),
+    *("evaluation", "activation_checkpointing", "activation_offload", "activation_compression"),
+)
+_ANY = Job(None, 1, 1)
 _ALL_BLOCKS = documents.blocks
 
 
@@ -81,6 +88,8 @@ def run_step(job: Job, layers: int) -> Trace:
         torch.ops.onecard.document_attention_backward.default: documents.document_attention_backward._init_fn,
     }
     recorder = Recorder(logits=is_logits, bodies=bodies, casts=job.device == "cpu")
+    if job.method != "full":
+        import peft  # noqa: F401 (libraries make tables as they are loaded, which are not the step's)
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -166,7 +175,7 @@ def make_loop(job: Job, config: Any, rows: JobRows, recorder: Recorder, *, fake:
     ways.apply(model)
     handles = watch(model, recorder)
     if fake and job.engine.compiled and job.packed:  # padded rows differ in width and are not compiled
-        fake_compiled.imitate(model, recorder)
+        fake_compiled.imitate(model, recorder, _circumstances(job))
     chosen = _optimizers(job, model)
     _take_a_step(chosen, model, recorder, keep_gradients=job.engine.keeps_gradients)
     loop = Loop(
@@ -192,6 +201,15 @@ def make_loop(job: Job, config: Any, rows: JobRows, recorder: Recorder, *, fake:
         ),
     )
     return loop, handles
+
+
+def _circumstances(job: Job) -> tuple[str, Job]:
+    """All of a job that can decide what a layer computes: not how deep the model is, and nothing of the optimizer."""
+    text = text_of(job.model)
+    depth = {text.attribute_map.get("num_hidden_layers", "num_hidden_layers"), *per_layer(text)}
+    plain = {name: value for name, value in vars(text).items() if name not in depth}
+    same = {name: getattr(_ANY, name) for name in _ELSEWHERE}
+    return f"{type(text).__name__} {sorted(plain.items())}", replace(job, model=None, **same)
 
 
 # --- its parts ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _trace(job: Job, traced_layers: int | None) -> Trace:
     if traced_layers is not None:
         return run_step(job, traced_layers)
     period = _period(job)
-    for margin in _MARGINS if period is not None else ():
+    for margin in _MARGINS[_layers_that_differ_at_the_ends(job) :] if period is not None else ():
         assert period is not None
         fewest = max(2 * margin + period, _layers_that_fill_a_stack(job))
         traced = fewest + (layers - fewest) % period
@@ -158,6 +158,18 @@ def _period(job: Job) -> int | None:
         if period % every == 0 and all(kind[period:] == kind[: len(kind) - period] for kind in kinds):
             return period
     return None
+
+
+def _layers_that_differ_at_the_ends(job: Job) -> int:
+    """At each end of the model so many layers hold what no other does, beyond the first and the last one.
+
+    What is repeated, packed or in codes of 4 bits is let go in the neighbouring layer, so one more is unlike the rest.
+    """
+    kinds = per_layer(text_of(job.model)).values()
+    if not job.engine.compiled or any(one != kind[0] for kind in kinds for one in kind):
+        return 0  # not always: they are tried one after the other
+    every = isinstance(job.activation_checkpointing, int) and job.activation_checkpointing > 1
+    return int(every or job.activation_offload or job.method == "qlora")
 
 
 def _layers_that_fill_a_stack(job: Job) -> int:

@@ -124,7 +124,7 @@ def planned(
     chosen, others = found[0], tuple(found[1:])
     would_fit = None
     if chosen.margin_bytes < 0:
-        would = relief.relieved(chosen.job, lambda job: asked.of(job).fits)
+        would = relief.relieved(chosen.job, asked.fits)
         would_fit = None if would is None else asked.of(would)
     wanted = explain or chosen.margin_bytes < 0
     saved = tuple(savings(chosen.job, target, memory, clipping=subject.clipping)) if wanted else ()
