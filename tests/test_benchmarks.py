@@ -17,7 +17,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import a script of benchmarks/ by name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
-    for name in ("dense", "engines", "gpu", "measurement", "memory", "run", "sft", "start"):
+    for name in ("dense", "dpo", "engines", "gpu", "measurement", "memory", "run", "sft", "start"):
         sys.modules.pop(name, None)
 
 

@@ -1,6 +1,7 @@
 """Opening model directories: Hugging Face layout, safetensors only, no remote code, no network.
 
-A path may be a model directory, a run directory (its model/ is taken) or a GGUF file (what it unpacks to is taken).
+A path may be a model directory, a run directory (its model/ is taken), a GGUF file (what it unpacks to is taken) or an
+adapter directory of PEFT (its base with the adapter added is taken).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecard import artifact
 from onecard.errors import ArtifactError
-from onecard.model import gguf_file
+from onecard.model import adapter_base, gguf_file
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def model_directory(path: Path) -> Path:
-    """The directory with config.json: `path` itself, its model/, or what a GGUF file unpacks to.
+    """The directory with config.json: `path` itself, its model/, or what is made of a GGUF file or an adapter.
 
     ArtifactError says what is missing.
     """
@@ -28,6 +29,8 @@ def model_directory(path: Path) -> Path:
         return gguf_file.unpacked(path)
     if not path.exists():
         raise ArtifactError(f"There is no model at {path}.", "Check the path; train one with `onecard pretrain`.")
+    if adapter_base.is_adapter(path):
+        return adapter_base.merged(path)
     for candidate in (path, path / "model"):
         if (candidate / "config.json").is_file():
             return candidate
@@ -43,6 +46,8 @@ def tokenizer_file(path: Path) -> Path:
     """tokenizer.json of a tokenizer or model directory, the model of a run, or a GGUF file; it need not exist."""
     if gguf_file.is_gguf(path):
         path = gguf_file.unpacked(path)
+    elif adapter_base.is_adapter(path):
+        path = adapter_base.merged(path)
     own = path / "tokenizer.json"
     return own if own.is_file() else path / "model" / "tokenizer.json"
 
