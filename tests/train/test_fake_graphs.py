@@ -14,7 +14,7 @@ from onecard.train import fake_compiled, forecast
 from onecard.train.forecast import memory
 
 MIB = 1 << 20
-CARD = Target("a card", "cuda", 900 * MIB, (8, 6), {"fp32": 3e13, "bf16": 7e13}, 8e11, 2e10, None, 350.0, False)
+CARD = Target("a card", "cuda", 700 * MIB, (8, 6), {"fp32": 3e13, "bf16": 7e13}, 8e11, 2e10, None, 350.0, False)
 
 
 def llama(**changes: Any) -> LlamaConfig:
