@@ -18,10 +18,10 @@ from onecard.artifact import Manifest
 from onecard.compress.card_words import WORDS, Words
 from onecard.config import CardConfig
 from onecard.errors import ArtifactError, ConfigError
+from onecard.evaluate.ancestry import runs
 from onecard.model.load import model_directory
 
 FILE = "README.md"
-_MOST_GENERATIONS = 8
 _MARK = "<!-- onecard -->"
 """Stands in every card that onecard wrote: only such a file is written over."""
 
@@ -94,21 +94,11 @@ def card_text(
 
 def generations(model: Path) -> list[Generation]:
     """The trainings of a model, the first first, as far back as their directories lie where they were."""
-    found: list[Generation] = []
-    place: Path | None = model
-    for _ in range(_MOST_GENERATIONS):
-        run = next((p for p in (place, place.parent) if _is_run(p)), None) if place is not None else None
-        if run is None:
-            break
-        manifest = artifact.read_manifest(run)
-        found.append(Generation(str(manifest.settings.get("plan", {}).get("verb", "")), run, manifest))
-        before = (Path(parent["path"]) for parent in manifest.parents)
-        place = next((path for path in before if path.is_dir() and (_is_run(path) or _is_run(path.parent))), None)
+    found = [
+        Generation(str(manifest.settings.get("plan", {}).get("verb", "")), run, manifest)
+        for run, manifest in runs(model)
+    ]
     return found[::-1]
-
-
-def _is_run(path: Path) -> bool:
-    return (path / artifact.MANIFEST).is_file() and artifact.read_manifest(path).kind == "run"
 
 
 def _corpora(made: Sequence[Generation]) -> list[Manifest]:

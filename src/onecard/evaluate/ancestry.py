@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onecard import artifact
+from onecard.artifact import Manifest
 from onecard.data.split import question_is_held_out
 from onecard.evaluate.questions import Question
 
@@ -31,16 +32,24 @@ class Training:
 def trainings(model: Path) -> list[Training]:
     """The trainings of a model, the last first: that of its run, and those of the models it began with."""
     found: list[Training] = []
-    place: Path | None = model
-    for _ in range(_MOST_GENERATIONS):
-        run = next((p for p in (place, place.parent) if _is_run(p)), None) if place is not None else None
-        if run is None:
-            break
-        manifest = artifact.read_manifest(run)
+    for run, manifest in runs(model):
         asked = manifest.settings.get("asked", {})
         if "held_out" in asked and "seed" in asked:
             files = frozenset(parent["content_hash"] for parent in manifest.parents)
             found.append(Training(run, files, int(asked["seed"]), float(asked["held_out"])))
+    return found
+
+
+def runs(model: Path) -> list[tuple[Path, Manifest]]:
+    """The runs that made a model, the last first, as far back as their directories lie where they were."""
+    found: list[tuple[Path, Manifest]] = []
+    place: Path | None = model
+    while place is not None and len(found) < _MOST_GENERATIONS:
+        run = next((path for path in (place, place.parent) if _is_run(path)), None)
+        if run is None:
+            break
+        manifest = artifact.read_manifest(run)
+        found.append((run, manifest))
         place = next((Path(parent["path"]) for parent in manifest.parents if Path(parent["path"]).is_dir()), None)
     return found
 
