@@ -157,6 +157,15 @@ def test_a_run_is_asked_what_it_held_out(tmp_path: Path, tiny_model_directory: P
     assert (result["held_out"], result["truncated"]) == (True, 0.25)
 
 
+def test_a_model_that_is_made_of_a_file_is_not_written_to(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for model in (adapter, tmp_path / "model.gguf"):
+        with pytest.raises(ConfigError, match="holds no generation_config"):
+            diagnose(build(DiagnoseConfig, {"model": str(model), "output": str(tmp_path / "out"), "write": True}))
+
+
 def test_rows_that_are_not_known_are_asked_for(tmp_path: Path, tiny_model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="not known") as caught:
         diagnose(build(DiagnoseConfig, {"model": str(tiny_model_directory), "output": str(tmp_path / "out")}))

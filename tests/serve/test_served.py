@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,12 @@ import pytest
 import torch
 
 from onecard.config import ServeConfig
-from onecard.errors import ConfigError
+from onecard.errors import ArtifactError, ConfigError
 from onecard.evaluate.predict import Classifier
 from onecard.model import lora
+from onecard.model.encoder import readable_tokens
 from onecard.model.load import load_model, load_tokenizer
+from onecard.serve.served import open_served
 from onecard.serve.server import RunningServer, start_server
 
 TEXTS = ["The fox.", "话说天下大势，分久必合。", "a", "the lazy dog said so at length. " * 3]
@@ -224,3 +229,85 @@ def test_a_server_of_classes_only_has_no_page_and_stays_up(classifier_directory:
         assert "onecard_slots 0" in httpx.get(root + "/metrics").text
     finally:
         server.stop()
+
+
+def test_texts_wait_in_a_queue_with_limits(classifier_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    going, go_on = threading.Event(), threading.Event()
+    answer = Classifier.__call__
+
+    def slowly(self: Classifier, texts: list[str]) -> Any:
+        going.set()
+        assert go_on.wait(30)
+        return answer(self, texts)
+
+    monkeypatch.setattr(Classifier, "__call__", slowly)
+    config = ServeConfig(model=classifier_directory, name="moods", port=0, max_queue=1, time_limit_seconds=1.0)
+    server = start_server(config)
+    try:
+        found: list[httpx.Response] = []
+
+        def ask() -> None:
+            found.append(httpx.post(server.url + "/classify", json={"model": "moods", "input": "a"}, timeout=30))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        threads[0].start()
+        assert going.wait(30)
+        threads[1].start()
+        deadline = time.monotonic() + 30
+        while len(server.service._pools[id(server.service.models[0])][1]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ask()
+        assert (found[0].status_code, found[0].json()["error"]["code"]) == (429, "queue_full")
+        for thread in threads:
+            thread.join()
+        assert [one.json()["error"]["code"] for one in found[1:]] == ["time_limit"] * 2
+        go_on.set()
+        ask()
+        assert found[-1].status_code == 200
+    finally:
+        go_on.set()
+        server.stop()
+
+
+def test_the_longest_text_is_what_is_asked_for(classifier_directory: Path, encoder_directory: Path) -> None:
+    longest = [
+        open_served(path, "x", embeddings=False, max_length=wanted).card()["max_model_len"]
+        for path in (classifier_directory, encoder_directory)
+        for wanted in ("auto", 20, 10_000)
+    ]
+    assert longest == [64, 20, 64, 128, 20, 128]
+
+
+def test_positions_after_the_padding_are_those_that_can_be_read() -> None:
+    from transformers import RobertaConfig, RobertaModel
+
+    model = RobertaModel(
+        RobertaConfig(
+            vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=34, pad_token_id=1,
+        )
+    ).eval()  # fmt: skip
+    assert readable_tokens(model, 34) == 32
+    with torch.inference_mode():
+        model(input_ids=torch.full((1, 32), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, 33), 5))
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "named"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "lasttoken"),
+        ("modules.json", [{"type": "a.Transformer"}, {"type": "a.Pooling"}, {"type": "b.Dense"}], "Dense"),
+    ],
+)
+def test_vectors_that_are_made_otherwise_are_refused(
+    encoder_directory: Path, tmp_path: Path, file: str, said: Any, named: str
+) -> None:
+    made = tmp_path / "bert"
+    shutil.copytree(encoder_directory, made)
+    (made / file).parent.mkdir(exist_ok=True)
+    (made / file).write_text(json.dumps(said))
+    with pytest.raises(ArtifactError, match=named):
+        open_served(made, "x", embeddings=False, max_length="auto")

@@ -207,6 +207,9 @@ def test_objects_are_closed_where_the_schema_leaves_it_open() -> None:
         {**inner, "minProperties": 2},
         {"properties": {"a": True}, "anyOf": [True]},
         {"allOf": [inner, {"properties": {"b": inner}}]},
+        # The branches speak about the object that the rest speaks about.
+        {"properties": {"kind": True}, "required": ["kind"], "anyOf": [inner, {"properties": {"b": True}}]},
+        {"$ref": "#/$defs/x", "properties": {"kind": True}, "$defs": {"x": inner}},
     ):
         assert closed(said) == said
 

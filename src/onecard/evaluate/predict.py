@@ -35,6 +35,7 @@ class Classifier:
     def __init__(self, path: Path, *, device: str | None = None) -> None:
         from onecard.machine.calibrate import default_device
         from onecard.model.classifier import labels_of, load_classifier
+        from onecard.model.encoder import readable_tokens
         from onecard.model.load import load_tokenizer
 
         self.model = load_classifier(path).to(device or default_device())
@@ -44,7 +45,8 @@ class Classifier:
         config = self.model.config
         # Texts that were longer than what it reads.
         self.cut = 0
-        self.longest = int(getattr(config, "class_tokens", 0) or getattr(config, "max_position_embeddings", 512))
+        longest = int(getattr(config, "class_tokens", 0) or getattr(config, "max_position_embeddings", 512))
+        self.longest = readable_tokens(self.model, longest)
 
     def __call__(self, texts: list[str]) -> list[dict[str, Any]]:
         """Of each text: `label` (a list where classes are several), its `probability`, and all `probabilities`."""

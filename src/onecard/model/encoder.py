@@ -47,12 +47,42 @@ def load_encoder(path: Path) -> Any:
 
 
 def reads_the_first_token(path: Path) -> bool:
-    """Whether the directory says that a text is read at its first token rather than as the mean of all."""
+    """Whether the directory says that a text is read at its first token rather than as the mean of all.
+
+    ArtifactError for one that says it is read in another way, which would give other vectors than it was trained for.
+    """
+    directory = model_directory(path)
+    pooling, modules = _said(directory / "1_Pooling" / "config.json"), _said(directory / "modules.json")
+    pooling = pooling if isinstance(pooling, dict) else {}
+    known = ("pooling_mode_cls_token", "pooling_mode_mean_tokens")
+    odd = [
+        key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True and key not in known
+    ]
+    for module in modules if isinstance(modules, list) else []:
+        kind = str(module.get("type", "")) if isinstance(module, dict) else ""
+        if kind and not kind.endswith(("Transformer", "Pooling", "Normalize")):
+            odd.append(kind)
+    if odd:
+        raise ArtifactError(
+            f"The vectors of {path} are made by {odd[0]}, which is not known here.",
+            "Give a model that is read as the mean of its tokens, or at the first.",
+        )
+    return bool(pooling.get("pooling_mode_cls_token"))
+
+
+def _said(path: Path) -> Any:
     try:
-        said = json.loads((model_directory(path) / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(said, dict) and bool(said.get("pooling_mode_cls_token"))
+        return None
+
+
+def readable_tokens(model: Any, most: int) -> int:
+    """`most` tokens, or as many as there are positions for: RoBERTa kinds begin to count after their padding."""
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            return min(most, int(part.num_embeddings) - int(part.padding_idx) - 1)
+    return most
 
 
 def vectors(

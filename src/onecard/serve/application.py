@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,10 @@ class Service:
     key: str = ""
     """What clients must give; empty: nothing."""
     time_limit_seconds: float | None = None
+    max_queue: int = 64
+    """Texts-in requests that may wait for one classifier, or one model of vectors."""
     metrics: Metrics = field(default_factory=Metrics)
+    _pools: dict[int, tuple[ThreadPoolExecutor, list[Any]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -61,8 +65,29 @@ class Service:
         """That of the first language model."""
         return self.engines[0]
 
+    async def ask(self, model: Classes | Vectors, inputs: Any) -> Any:
+        """What a model makes of texts, one request after another in a thread of its own, which no chat waits for.
+
+        ApiError 429 where as many wait as may, 504 where it takes longer than the time limit (it goes on unheard).
+        """
+        pool, waiting = self._pools.setdefault(id(model), (ThreadPoolExecutor(1, "onecard-texts"), []))
+        if len(waiting) > self.max_queue:
+            raise ApiError(
+                429, f"{self.max_queue} requests wait. Ask again later.", kind="rate_limit_error", code="queue_full"
+            )
+        future = pool.submit(model, inputs)
+        waiting.append(future)
+        future.add_done_callback(waiting.remove)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self.time_limit_seconds)
+        except TimeoutError:
+            fault = f"The answer took longer than {self.time_limit_seconds:g} seconds."
+            raise ApiError(504, fault, kind="server_error", code="time_limit") from None
+
     def close(self) -> None:
         """End what is running."""
+        for pool, _ in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         for model in self.models:
             model.close()
 
@@ -167,14 +192,14 @@ def make_app(service: Service) -> FastAPI:
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> dict[str, Any]:
         wanted = protocol.parse(EmbeddingRequest, await _read_body(request))
-        found, tokens = await asyncio.to_thread(service.vectors(wanted.model), wanted.inputs)
+        found, tokens = await service.ask(service.vectors(wanted.model), wanted.inputs)
         service.answered += 1
         return answers.embeddings(wanted.model, found, tokens, base64=wanted.encoding_format == "base64")
 
     @app.post("/v1/classify")
     async def classify(request: Request) -> dict[str, Any]:
         wanted = protocol.parse(ClassifyRequest, await _read_body(request))
-        found, cut = await asyncio.to_thread(service.classes(wanted.model), wanted.inputs)
+        found, cut = await service.ask(service.classes(wanted.model), wanted.inputs)
         service.answered += 1
         data = [{"index": index, **one} for index, one in enumerate(found)]
         return {"object": "list", "model": wanted.model, "data": data, "truncated": cut}

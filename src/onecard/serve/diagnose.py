@@ -23,6 +23,7 @@ from onecard.evaluate.measuring import without_refused
 from onecard.evaluate.questions import Question, choose
 from onecard.evaluate.repetition import measure
 from onecard.evaluate.similarity import f1
+from onecard.model.adapter_base import is_adapter
 from onecard.model.gguf_file import is_gguf
 from onecard.model.load import load_model, load_tokenizer, model_directory
 from onecard.report import Page
@@ -57,12 +58,13 @@ _COLUMNS = ("sampling", "answers that loop", "end by themselves", "repeated n-gr
 
 def diagnose(config: DiagnoseConfig) -> dict[str, Any]:
     """Measure, say why, recommend. ConfigError for a model without a chat template or questions."""
+    if config.write and (is_gguf(config.model) or is_adapter(config.model)):
+        raise ConfigError(
+            f"{config.model} holds no generation_config.json.",
+            "Leave --write out, and give the settings to its server.",
+        )
     directory = model_directory(config.model)
     artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.model])
-    if config.write and is_gguf(config.model):
-        raise ConfigError(
-            "A GGUF file holds no generation_config.json.", "Leave --write out, and give the settings to its server."
-        )
     tokenizer = load_tokenizer(directory)
     if not tokenizer.chat_template:
         raise ConfigError(f"The model in {config.model} has no chat template.", "Give a model made for chat.")

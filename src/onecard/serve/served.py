@@ -163,19 +163,29 @@ def open_served(path: Path, name: str, *, embeddings: bool, **settings: Any) -> 
     if any("ForSequenceClassification" in kind for kind in kinds):
         from onecard.evaluate.predict import Classifier
 
-        return Classes(name, Classifier(path))
+        classifier = Classifier(path)
+        classifier.longest = _at_most(classifier.longest, settings["max_length"])
+        return Classes(name, classifier)
     if kinds and not any("CausalLM" in kind or "LMHead" in kind or "ConditionalGeneration" in kind for kind in kinds):
-        return _open_vectors(path, name)
+        return _open_vectors(path, name, settings["max_length"])
+    # First what may be refused: an engine has a thread.
+    vectors = _open_vectors(path, name, settings["max_length"]) if embeddings else None
     engine, tokenizer = open_engine(path, **settings)
-    return Language(name, engine, tokenizer, _open_vectors(path, name) if embeddings else None)
+    return Language(name, engine, tokenizer, vectors)
 
 
-def _open_vectors(path: Path, name: str) -> Vectors:
+def _at_most(longest: int, wanted: int | str) -> int:
+    """An encoder of few tokens may stand beside a language model of many."""
+    return min(longest, wanted) if isinstance(wanted, int) else longest
+
+
+def _open_vectors(path: Path, name: str, max_length: int | str) -> Vectors:
     from onecard.machine.calibrate import default_device
-    from onecard.model.encoder import load_encoder, reads_the_first_token
+    from onecard.model.encoder import load_encoder, readable_tokens, reads_the_first_token
     from onecard.model.load import load_tokenizer
     from onecard.serve.opening import context_length
 
+    first_token = reads_the_first_token(path)
     model = load_encoder(path).to(default_device())
-    longest = context_length(model.config, "auto")
-    return Vectors(name, model, load_tokenizer(path), longest, reads_the_first_token(path))
+    longest = _at_most(readable_tokens(model, context_length(model.config, "auto")), max_length)
+    return Vectors(name, model, load_tokenizer(path), longest, first_token)

@@ -137,6 +137,7 @@ def _prepare(config: ServeConfig, listener: socket.socket) -> tuple[Service, _Uv
         is_loopback(config.host),
         key=key,
         time_limit_seconds=config.time_limit_seconds,
+        max_queue=config.max_queue,
     )
     return service, _Uvicorn(
         uvicorn.Config(

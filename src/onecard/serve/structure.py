@@ -68,9 +68,20 @@ def closed(schema: Schema) -> Schema:
     """The schema without properties that it does not name, where it leaves open whether there may be any.
 
     Whatever meets the result meets `schema`; a small model would go on adding properties until its context is full.
-    With `allOf`, whose parts look at each other's properties, all stays as it is.
+    Where parts of a schema look at each other's properties (`allOf`; `anyOf`, `oneOf` or `$ref` beside properties) all
+    stays as it is.
     """
-    return schema if '"allOf"' in json.dumps(schema) else _closed(schema)
+    return schema if _combines(schema) else _closed(schema)
+
+
+def _combines(part: Any) -> bool:
+    """Whether several parts of a schema speak about the properties of one object."""
+    if isinstance(part, list):
+        return any(map(_combines, part))
+    if not isinstance(part, dict):
+        return False
+    several = part.keys() & {"$ref", "anyOf", "oneOf"} and part.keys() & {"properties", "required"}
+    return "allOf" in part or bool(several) or any(map(_combines, part.values()))
 
 
 def _closed(schema: Schema) -> Schema:

@@ -68,10 +68,10 @@ def serve_with_vllm(config: ServeConfig, *, name: str, port: int) -> dict[str, A
     words = vllm_settings.command_line(executable, directory, config, choice, name=name, port=port)
     _say(choice, device)
     console.note("  " + vllm_settings.shown(vllm_settings.settings_in_environment(choice), words, with_key=bool(key)))
-    if not (is_loopback(config.host) or key or os.environ.get("VLLM_API_KEY")):
+    if not is_loopback(config.host):
         console.warn(
-            f"the model listens on {config.host}: everybody who can reach this machine can use it, without a key "
-            "(--api-key-file)."
+            f"the model listens on {config.host}: everybody who can reach this machine can use it. vLLM asks for a key "
+            "on /v1 only (/invocations answers chats without one): put a proxy before it that lets only /v1 through."
         )
     started = time.monotonic()
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)  # noqa: S104 - compared, not listened on
@@ -150,7 +150,9 @@ def _say(choice: Choice, device: Device) -> None:
 
 
 class _Process:
-    """vLLM at work. While it is, SIGINT and SIGTERM go to it: the first asks, the second ends it and its children."""
+    """vLLM at work. While it is, SIGINT, SIGTERM and SIGHUP go to it: the first asks, the second ends it with all its
+    children.
+    """
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
         # A session of its own: the terminal's Ctrl-C would reach its workers before it could stop them in order.
@@ -174,7 +176,11 @@ class _Process:
 
     def __enter__(self) -> _Process:
         self._reader.start()
-        self._previous = {number: signal.signal(number, self._leave) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A terminal that closes would leave it behind with the card's memory; under nohup that signal stays ignored.
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._leave) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
