@@ -488,3 +488,29 @@ def test_the_flag_is_called_from(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert document["tool"] == "LLaMA-Factory"
     assert {note["setting"] for note in document["carried"]} >= {"lora_rank", "learning_rate"}
     assert cli.main(["new", str(tmp_path / "other"), "--from", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_secrets_inside_tables_are_not_shown(tmp_path: Path) -> None:
+    secrets = "env: {WANDB_API_KEY: verysecret}\nextra: [{hf_token: verysecret}]\n"
+    notes, _, text = migrated(llama_factory(tmp_path, LLAMA_FACTORY + secrets))
+    assert "verysecret" not in text + json.dumps(notes)
+
+
+def test_a_folder_that_may_not_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def refused(path: Path) -> bool:
+        if "forbidden" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    file = llama_factory(tmp_path, LLAMA_FACTORY.replace("models/base", "/forbidden/base"))
+    _, _, text = migrated(file)
+    assert "/forbidden/base" in text
+
+
+def test_the_scale_of_unsloth_is_written_out(tmp_path: Path) -> None:
+    script = 'FastLanguageModel.from_pretrained(model_name = "a/c")\nFastLanguageModel.get_peft_model(model, r = 32)\nSFTTrainer(train_dataset = load_dataset("a/b"))\n'
+    _, _, text = migrated(write(tmp_path / "train.py", script))
+    assert "lora_alpha = 16" in text and "lora_rank = 32" in text

@@ -93,3 +93,13 @@ def test_both_languages_fill_in_the_same() -> None:
 
     for name, text in vars(WORDS["en"]).items():
         assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", vars(WORDS["zh"])[name])), name
+
+
+def test_a_compressed_model_has_the_card_of_what_it_was_made_of(made: Path, tmp_path: Path) -> None:
+    smaller = tmp_path / "pruned"
+    shutil.copytree(made / "model", smaller)
+    artifact.write_manifest(smaller, "model", settings={}, parents=[made])
+    card(CardConfig(model=smaller, output=tmp_path / "out"))
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "Made with onecard: pretrain → finetune." in text
+    assert "| novel\\|one | 9 |" in text

@@ -112,3 +112,13 @@ def test_rows_that_could_not_be_read_keep_their_reason(tmp_path: Path) -> None:
 def test_a_name_that_is_no_text_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigError, match="columns"):
         build(Source, {"path": "a", "columns": {"prompt": ["q"]}})
+
+
+def test_what_holds_no_messages_stays_as_it_is(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    chat = [{"type": "human", "content": "q"}, {"type": "gpt", "content": "a"}]
+    path = json_lines(tmp_path / "a.jsonl", {"messages": chat, "tools": tools, "output": '{"type": "json"}'})
+    [row] = rows_of(Source(path=path, message_keys={"role": "type"}))
+    assert row["tools"] == tools
+    assert row["output"] == '{"type": "json"}'
+    assert [message["role"] for message in row["messages"]] == ["human", "gpt"]

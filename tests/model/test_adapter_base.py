@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,46 @@ def test_an_adapter_that_does_not_find_its_layers_is_refused(adapter: Path, faul
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(OnecardError, match="same layers|does not fit"):
         model_directory(adapter)
+
+
+def test_what_lies_beside_is_that_of_the_adapter_then_of_the_base(adapter: Path, tmp_path: Path) -> None:
+    first = model_directory(adapter)
+    assert (first / "chat_template.jinja").is_file()
+    path = tmp_path / "base" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.123}))
+    second = model_directory(adapter)
+    assert json.loads((second / "generation_config.json").read_text())["temperature"] == 0.123
+    # Older tools keep the template inside tokenizer_config.json.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tmp_path / "base" / name, adapter / name)
+    settings = json.loads((adapter / "tokenizer_config.json").read_text())
+    (adapter / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ 'of the adapter' }}"}))
+    assert load_tokenizer(adapter).chat_template == "{{ 'of the adapter' }}"
+
+
+def test_a_base_of_few_bits_is_refused(adapter: Path, tmp_path: Path) -> None:
+    path = tmp_path / "base" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    with pytest.raises(OnecardError, match="few bits"):
+        model_directory(adapter)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_a_tied_embedding_is_refused(
+    tiny_model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with lora.quiet():
+        from peft import LoraConfig, get_peft_model
+
+        model = load_model(tiny_model_directory)
+        assert model.config.tie_word_embeddings
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", target]))
+            adapted.peft_config["default"].base_model_name_or_path = str(tiny_model_directory)
+            adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(OnecardError, match="embedding"):
+        model_directory(tmp_path / "adapter")

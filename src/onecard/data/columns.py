@@ -20,6 +20,10 @@ _TABLES = (".csv", ".tsv", ".parquet")
 _COLUMNS_SHOWN = 30
 
 
+# What holds no messages, whatever it looks like: a tool has a "type" of its own, an answer may be JSON.
+_NO_MESSAGES = ("tools", "functions", "system", "instruction", "input", "output", "text", "question", "answer")
+
+
 class Renaming:
     """The renaming of one source, row by row; it knows which of the columns it has met."""
 
@@ -48,7 +52,7 @@ class Renaming:
                     self._refuse([name for name in columns.values() if name not in values], list(values), row.file)
             values = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
         if self._keys or self._roles:
-            values = {key: self._messages(value) for key, value in values.items()}
+            values = {key: value if key in _NO_MESSAGES else self._messages(value) for key, value in values.items()}
         return Row(values, row.file, row.line)
 
     def finish(self) -> None:

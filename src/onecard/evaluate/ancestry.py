@@ -44,12 +44,18 @@ def runs(model: Path) -> list[tuple[Path, Manifest]]:
     """The runs that made a model, the last first, as far back as their directories lie where they were."""
     found: list[tuple[Path, Manifest]] = []
     place: Path | None = model
-    while place is not None and len(found) < _MOST_GENERATIONS:
-        run = next((path for path in (place, place.parent) if _is_run(path)), None)
-        if run is None:
+    for _ in range(_MOST_GENERATIONS):
+        if place is None:
             break
-        manifest = artifact.read_manifest(run)
-        found.append((run, manifest))
+        run = next((path for path in (place, place.parent) if _is_run(path)), None)
+        if run is None and not (place / artifact.MANIFEST).is_file():
+            break
+        # A model that was compressed or merged is no run itself, and names what it was made of.
+        manifest = artifact.read_manifest(run or place)
+        if run is not None:
+            found.append((run, manifest))
+        elif manifest.kind != "model":
+            break
         place = next((Path(parent["path"]) for parent in manifest.parents if Path(parent["path"]).is_dir()), None)
     return found
 

@@ -7,6 +7,7 @@ became of each name, with the reason. A value that onecard would refuse is left,
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -119,9 +120,10 @@ class Draft:
 
     def place(self, value: str, *folders: Path) -> Path | None:
         """Where a path of the other tool's file leads, looked for beside that file, here, and in `folders`."""
-        path = Path(value).expanduser()
+        # These say no where those of Path raise: at a folder that may not be read, a user that is not there.
+        path = os.path.expanduser(value)  # noqa: PTH111
         for folder in (*folders, self.file.parent, Path.cwd()):
-            if (folder / path).exists():
+            if os.path.exists(folder / path):  # noqa: PTH110
                 return (folder / path).resolve()
         return None
 
@@ -264,8 +266,18 @@ def _clean(text: str) -> str:
     return _CONTROL.sub(" ", text)
 
 
+def _without_secrets(value: Any) -> Any:
+    """The value, what has the name of a secret inside it left out."""
+    if isinstance(value, dict):
+        return {
+            key: "(not shown)" if _SECRET.search(str(key)) else _without_secrets(inner) for key, inner in value.items()
+        }
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _shown(name: str, value: Any) -> str:
     if _SECRET.search(name):
         return "(not shown)"
+    value = _without_secrets(value)
     text = _clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

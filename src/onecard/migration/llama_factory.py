@@ -6,6 +6,7 @@ The names of columns and tags, and what stands for them where the file says noth
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,11 @@ def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
 
 def _descriptions(made: Draft, values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The entries of dataset_info.json, and its folder: looked for here, beside the file, and above it."""
-    given = Path(str(values.get("dataset_dir", "data"))).expanduser()
+    given = Path(os.path.expanduser(str(values.get("dataset_dir", "data"))))  # noqa: PTH111 - does not raise
     folders = [Path.cwd() / given, made.file.parent, *(parent / given for parent in made.file.resolve().parents)]
     for folder in folders:
         path = folder / "dataset_info.json"
-        if path.is_file():
+        if os.path.isfile(path):  # noqa: PTH113 - no, where it may not be looked
             try:
                 found = json.loads(path.read_text(encoding="utf-8-sig"))
             except ValueError as fault:

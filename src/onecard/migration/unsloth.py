@@ -136,6 +136,7 @@ def _draft(file: Path, values: dict[str, Any], *, method: str | None, answers_on
     made.read(values, RULES)
     if not _all_weights(values):
         made.assume("r", 16, "lora_rank")
+        made.assume("lora_alpha", 16, "lora_alpha")
     if made.table == "finetune" and not answers_only:
         made.put(
             "train_on_responses_only",

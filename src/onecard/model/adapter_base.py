@@ -8,6 +8,7 @@ other weights, or does not find its layers, is refused.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -60,6 +61,12 @@ def merged(path: Path) -> Path:
 
     base = base_of(path)
     adapter = open_adapter(path)
+    quantized = json.loads((base / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    if quantized and quantized.get("quant_method") != "compressed-tensors":  # which is opened as what it stands for
+        raise ArtifactError(
+            f"The base of {path}, {base}, is rounded to few bits: what an adapter adds would be rounded away.",
+            f"Name the whole base in {SETTINGS} (base_model_name_or_path).",
+        )
     own = weights_hash(base)
     if adapter.base_weights is not None and adapter.base_weights != own:
         raise ArtifactError(
@@ -67,7 +74,8 @@ def merged(path: Path) -> Path:
             f"Name the base that it was trained beside in {SETTINGS} (base_model_name_or_path).",
         )
     files = [item for item in sorted(path.iterdir()) if item.is_file() and item.name != artifact.MANIFEST]
-    mark = artifact.hash_json([own, [[item.name, artifact.hash_file(item)] for item in files], _tokenizer_mark(base)])
+    beside = [[item.name, artifact.hash_file(item)] for item in [*_copied(path, base), base / "config.json"]]
+    mark = artifact.hash_json([own, [[item.name, artifact.hash_file(item)] for item in files], beside])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onecard" / "adapters"
     target = cache / mark / path.resolve().name
     made = [folder for folder in sorted(target.parent.glob("*")) if (folder / artifact.MANIFEST).is_file()]
@@ -76,8 +84,16 @@ def merged(path: Path) -> Path:
     return made[0] if made else target
 
 
-def _tokenizer_mark(base: Path) -> list[str]:
-    return [artifact.hash_file(base / name) for name in (*_TOKENIZER, "config.json") if (base / name).is_file()]
+def _copied(path: Path, base: Path) -> list[Path]:
+    """The files beside the weights: those of the base, then those of a tokenizer beside the adapter.
+
+    A chat template in a file of the base would stand before one inside the adapter's tokenizer_config.json.
+    """
+    own = [path / name for name in _TOKENIZER if (path / name).is_file()]
+    speaks = any(item.name == "tokenizer_config.json" for item in own)
+    left = (*_NOT_COPIED, *(("chat_template.jinja", "chat_template.json") if speaks else ()))
+    found = [item for item in sorted(base.iterdir()) if item.is_file() and item.suffix in _BESIDE]
+    return [*(item for item in found if item.name not in left), *own]
 
 
 def _make(path: Path, base: Path, target: Path) -> None:
@@ -99,9 +115,6 @@ def _make(path: Path, base: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
     with artifact.new_directory(target, replace=True) as temporary:
         model.save_pretrained(str(temporary))
-        for source, names in ((base, None), (path, _TOKENIZER)):
-            for item in sorted(source.iterdir()):
-                wanted = item.suffix in _BESIDE if names is None else item.name in names
-                if item.is_file() and wanted and item.name not in _NOT_COPIED:
-                    shutil.copyfile(item, temporary / item.name)
+        for item in _copied(path, base):
+            shutil.copyfile(item, temporary / item.name)
         artifact.write_manifest(temporary, "model", settings={"adapter": str(path)}, parents=[path, base])

@@ -62,6 +62,8 @@ def open_adapter(path: Path) -> AdapterFile:
         refused = f"is of the kind {kind}; LoRA, rsLoRA and DoRA can be added"
     elif settings.get("modules_to_save") or settings.get("trainable_token_indices"):
         refused = "brings layers or tokens that were learned whole"
+    elif settings.get("target_parameters") or settings.get("alora_invocation_tokens"):
+        refused = "changes stacked experts, or only what follows some tokens"
     elif settings.get("bias", "none") != "none" or settings.get("lora_bias"):
         refused = "brings biases"
     elif isinstance(start, str) and start.lower().startswith(_CHANGED_AT_START):
@@ -99,6 +101,14 @@ def put_beside(model: Any, adapter: AdapterFile, name: str) -> None:
             f"The adapter in {adapter.path} and this base do not have the same layers, such as {odd}.",
             "Give the base that it was trained beside.",
         )
+    embedding = model.get_input_embeddings()
+    for place, module in lora.adapted_layers(model):
+        layer = module.get_base_layer()
+        if layer is embedding or module is embedding or layer.weight is model.get_input_embeddings().weight:
+            raise ConfigError(
+                f"The adapter in {adapter.path} changes {place}, an embedding or a head that is tied to one.",
+                "Give the merged model of that training instead.",
+            )
     for key, parameter in model.named_parameters():
         if lora.is_adapter(key):
             parameter.data = parameter.data.float()
