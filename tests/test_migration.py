@@ -511,6 +511,10 @@ def test_a_folder_that_may_not_be_read_ends_nothing(tmp_path: Path, monkeypatch:
 
 
 def test_the_scale_of_unsloth_is_written_out(tmp_path: Path) -> None:
-    script = 'FastLanguageModel.from_pretrained(model_name = "a/c")\nFastLanguageModel.get_peft_model(model, r = 32)\nSFTTrainer(train_dataset = load_dataset("a/b"))\n'
+    script = """\
+FastLanguageModel.from_pretrained(model_name = "a/c")
+FastLanguageModel.get_peft_model(model, r = 32)
+SFTTrainer(train_dataset = load_dataset("a/b"))
+"""
     _, _, text = migrated(write(tmp_path / "train.py", script))
     assert "lora_alpha = 16" in text and "lora_rank = 32" in text
