@@ -138,7 +138,7 @@ def test_rows_without_a_token_are_never_generated(extended: tuple[Path, dict[str
     assert written[0].ids == [50, 50, 50]
     engine = Engine(model, tokenizer, max_concurrent=1, max_length=32)
     try:
-        handle = engine.submit(prompt[0].tolist(), GenerationParameters(max_tokens=3))
+        handle = engine.submit(prompt[0].tolist(), GenerationParameters(max_tokens=3, ignore_eos=True))
         said = [event.token_id for event in handle if isinstance(event, TokenEvent)]
     finally:
         engine.close()

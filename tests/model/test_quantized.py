@@ -127,3 +127,27 @@ def test_the_scale_of_adapters(tiny_model_directory: Path) -> None:
         (name, *_) = lora.add(model, rank, alpha, rank_stabilised=stabilised)
         layer: Any = model.get_submodule(name)
         assert layer.scaling["default"] == scale
+
+
+def test_an_evaluation_in_between_changes_no_gradient(tiny_model_directory: Path) -> None:
+    """On a CPU with bf16 units the library repacks weights while it evaluates, for a kernel without a gradient."""
+    made = load_model(tiny_model_directory)
+    quantize(made, torch.float32, "cpu")
+    lora.add(made, 4, 8.0)
+    assert not any(module.support_avx512bf16_for_cpu for module in made.modules() if is_quantized(module))
+    ids = torch.arange(10, 30)[None]
+
+    def gradients() -> list[torch.Tensor]:
+        made.train()
+        made.zero_grad()
+        made(input_ids=ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in made.parameters() if p.requires_grad and p.grad is not None]
+
+    before = gradients()
+    made.eval()
+    with torch.no_grad():
+        made(input_ids=ids)
+    after = gradients()
+    assert len(before) > 0
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)

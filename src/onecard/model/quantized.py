@@ -58,6 +58,9 @@ def multiply_in(model: nn.Module, dtype: torch.dtype) -> None:
             layer.compute_dtype = dtype
             # Else the first input decides, which is fp32 behind a norm under autocast.
             layer.compute_type_is_set = True
+            # On CPUs with bf16 units an evaluation would repack the weights for a kernel that has no gradient, and
+            # leave them so: updates after it would learn from wrong gradients.
+            layer.support_avx512bf16_for_cpu = False
 
 
 def is_quantized(module: nn.Module) -> bool:

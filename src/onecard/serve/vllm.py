@@ -155,6 +155,10 @@ class _Process:
     """
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        # In the background of a script SIGINT is ignored: what is started would inherit that, and could not be stopped.
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         # A session of its own: the terminal's Ctrl-C would reach its workers before it could stop them in order.
         try:
             self._child = subprocess.Popen(  # noqa: S603 - the executable that the user named
@@ -170,6 +174,9 @@ class _Process:
             )
         except OSError as fault:  # such as an environment that was moved: its programs name a python that is gone
             raise ConfigError(f"{words[0]} cannot be started ({fault.strerror}).", _INSTALL) from None
+        finally:
+            if ignored:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read, name="onecard-vllm-output", daemon=True)
         self._asked_to_stop: float | None = None
