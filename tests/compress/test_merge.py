@@ -309,3 +309,21 @@ def test_the_adapters_of_a_run_are_taken(base: Path, tmp_path: Path) -> None:
     changed(base, tmp_path / "run" / "model", 2)
     found = merged(base, [tmp_path / "run"], tmp_path / "m")
     assert found["parts"][0]["kind"] == "adapter"
+
+
+def test_the_tokenizer_beside_an_adapter_is_its_own(base: Path, tmp_path: Path) -> None:
+    one = adapter(base, tmp_path / "one", 1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(base / name, one / name)
+    settings = json.loads((one / "tokenizer_config.json").read_text())
+    template = load_tokenizer(base).chat_template.replace("user", "用户")
+    (one / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    merged(base, [one], tmp_path / "out")
+    assert load_tokenizer(tmp_path / "out").chat_template == template
+    # One of other tokens would write what the base has no rows for.
+    file = json.loads((one / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = file["model"]["vocab"]
+    vocabulary["Q"], vocabulary["Z"] = vocabulary["Z"], vocabulary["Q"]
+    (one / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
+    with pytest.raises(ConfigError, match="tokenizers of .* are not the same"):
+        merged(base, [one], tmp_path / "again")

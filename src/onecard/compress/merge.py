@@ -9,6 +9,7 @@ is measured on text.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from onecard.compress.directories import (
 from onecard.compress.reading_back import strings
 from onecard.config import MergeConfig
 from onecard.errors import ConfigError
+from onecard.model.adapter_base import TEMPLATES, tokenizer_files
 from onecard.model.adapter_files import AdapterFile, is_adapter, merged_weights, open_adapter, put_beside, weighed
 from onecard.model.load import load_model, load_tokenizer, model_directory, weights_hash
 from onecard.tokenizer.difference import first_difference
@@ -131,15 +133,23 @@ def _check_base(config: MergeConfig, base: Path, parts: Sequence[Part]) -> None:
                     f"The adapter in {part.path} was trained beside other weights than those in {config.model}.",
                     f"Give the base that it was trained beside ({named}).",
                 )
+        spoken = part.directory if part.adapter is None else _beside(part)
+        if spoken is None:
             continue
-        assert part.directory is not None
-        difference = first_difference(tokenizer, load_tokenizer(part.directory))
+        difference = first_difference(tokenizer, load_tokenizer(spoken))
         if difference is not None:
             raise ConfigError(
                 f"The tokenizers of {config.model} and {part.path} are not the same: {difference}.",
                 "Rows of their embeddings stand for other tokens; give models of one base.",
             )
-        _check_tensors(base, part)
+        if part.directory is not None:
+            _check_tensors(base, part)
+
+
+def _beside(part: Part) -> Path | None:
+    """The folder of an adapter, where a tokenizer lies in it, as other programs leave it there."""
+    folder = part.adapter.path if part.adapter is not None else None
+    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
 def _check_tensors(base: Path, part: Part) -> None:
@@ -235,6 +245,12 @@ def _write(
     dtype = str(tensors[next(iter(tensors))].dtype).removeprefix("torch.")
     write_model(folder, tensors, {**settings, "dtype": dtype, "torch_dtype": dtype})
     copy_companions(speaking, folder)
+    spoken = next((place for part in parts if (place := _beside(part)) is not None), None)
+    if spoken is not None:
+        for name in TEMPLATES if (spoken / "tokenizer_config.json").is_file() else ():
+            (folder / name).unlink(missing_ok=True)
+        for item in tokenizer_files(spoken):
+            shutil.copyfile(item, folder / item.name)
     made = read_by_others(folder)
     facts["read_back_deviation"] = check_same(deviation(made, load_model(folder)))
     facts["written_in"] = dtype

@@ -19,6 +19,8 @@ from onecard.errors import ArtifactError
 SETTINGS = "adapter_config.json"
 _BESIDE = (".json", ".jinja", ".model", ".txt")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", artifact.MANIFEST)
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files of a chat template: they stand before one inside tokenizer_config.json."""
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -84,14 +86,19 @@ def merged(path: Path) -> Path:
     return made[0] if made else target
 
 
+def tokenizer_files(path: Path) -> list[Path]:
+    """The files of a tokenizer that lie beside an adapter, as many programs leave them there."""
+    return [path / name for name in _TOKENIZER if (path / name).is_file()]
+
+
 def _copied(path: Path, base: Path) -> list[Path]:
     """The files beside the weights: those of the base, then those of a tokenizer beside the adapter.
 
     A chat template in a file of the base would stand before one inside the adapter's tokenizer_config.json.
     """
-    own = [path / name for name in _TOKENIZER if (path / name).is_file()]
+    own = tokenizer_files(path)
     speaks = any(item.name == "tokenizer_config.json" for item in own)
-    left = (*_NOT_COPIED, *(("chat_template.jinja", "chat_template.json") if speaks else ()))
+    left = (*_NOT_COPIED, *(TEMPLATES if speaks else ()))
     found = [item for item in sorted(base.iterdir()) if item.is_file() and item.suffix in _BESIDE]
     return [*(item for item in found if item.name not in left), *own]
 
