@@ -261,3 +261,23 @@ def test_json_output_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["clean", str(path), "--output", str(tmp_path / "corpus"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["read"], answer["kept"], answer["rejected"]) == (1, 1, {})
+
+
+ARTICLE = (
+    "做豆腐先要挑豆子。颗粒饱满、颜色发黄的新豆子出浆多，隔年的陈豆泡再久也有一股涩味。豆子洗净以后用凉水泡上，夏天五六个钟头，"
+    "冬天要一整夜，泡到用指甲一掐就断，断面平平的，没有硬芯，就可以上磨了。石磨转得慢，磨出来的浆细，电磨快得多，只是容易发热，"
+    "豆香就跑掉一些。磨好的浆倒进布袋里，吊起来一边晃一边挤，豆渣留在袋里，可以喂猪，也可以加点葱花烙饼。生浆上锅煮，"
+    "最要紧的是看住火：泡沫一下子涌上来，那还不是开，得用勺子撇了沫，再煮上十来分钟，喝了才不会闹肚子。点卤水是手艺。"
+    "师傅左手端着碗，沿着锅边一点一点地淋，右手拿勺子轻轻推，眼看着清亮的浆里浮出一朵一朵的豆花，就得停手，多一滴就老了。"
+    "盖上锅盖闷一刻钟，把豆花舀进铺了纱布的木框，压上石头。压得轻是嫩豆腐，拌一勺酱油和香菜就能吃；压得重是老豆腐，下锅煎，"
+    "两面焦黄，里面还是软的。镇上的人天不亮就来排队，端着自家的盆，边等边说昨晚的雨。"
+)
+
+
+def test_an_ordinary_chinese_article_is_kept(tmp_path: Path) -> None:
+    assert 380 <= len(ARTICLE) <= 420
+    path = tmp_path / "豆腐.txt"
+    path.write_text(ARTICLE, encoding="gb18030")
+    result = run(tmp_path, {"path": str(path)}, held_out=0.0)
+    assert (result["kept"], result["rejected"]) == (1, {})
+    assert [document.text for document in read_documents(tmp_path / "corpus", "train")] == [ARTICLE]
