@@ -518,3 +518,20 @@ SFTTrainer(train_dataset = load_dataset("a/b"))
 """
     _, _, text = migrated(write(tmp_path / "train.py", script))
     assert "lora_alpha = 16" in text and "lora_rank = 32" in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", {"schedule": "wsd", "decay_ratio": 1.0, "warmup_ratio": 0.0}),
+        ("lr_scheduler_type: cosine\n", {"schedule": "cosine", "warmup_ratio": 0.0}),
+        ("lr_scheduler_type: cosine\nwarmup_ratio: 0.1\n", {"schedule": "cosine", "warmup_ratio": 0.1}),
+        # In either order, a constant rate has no warm-up.
+        ("lr_scheduler_type: constant\nwarmup_ratio: 0.1\n", {"schedule": "wsd", "warmup_ratio": 0.0}),
+        ("warmup_ratio: 0.1\nlr_scheduler_type: constant\n", {"schedule": "wsd", "warmup_ratio": 0.0}),
+    ],
+)
+def test_the_shape_of_the_rate_is_the_trainer_s(tmp_path: Path, lines: str, expected: dict[str, Any]) -> None:
+    plain = LLAMA_FACTORY.replace("lr_scheduler_type: cosine\nwarmup_ratio: 0.1\n", lines)
+    _, made, _ = migrated(llama_factory(tmp_path, plain))
+    assert {name: getattr(made, name) for name in expected} == expected

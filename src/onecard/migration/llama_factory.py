@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard.migration.draft import Draft, Note, Rule, no, number, of_no_effect, to, whole
-from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, modules
+from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, modules, shape_of_the_rate
 
 TOOL = "LLaMA-Factory"
 SIGNS = ("model_name_or_path", "finetuning_type", "stage", "cutoff_len", "dataset_dir", "template", "dataset")
@@ -59,6 +59,7 @@ def draft(file: Path, values: Mapping[str, Any]) -> Draft:
         made.leave("finetuning_type", kind, "onecard trains all weights or adapters (LoRA): all weights are set")
     for name, value, ours in _DEFAULTS:
         made.assume(name, value, ours)
+    shape_of_the_rate(made, values)
     if "max_steps" not in made.settings:
         made.assume("num_train_epochs", 3.0, "num_epochs")
     return made

@@ -77,6 +77,18 @@ def schedule(draft: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
         draft.leave(name, value, "onecard has cosine, and wsd (linear, constant)")
 
 
+def shape_of_the_rate(draft: Draft, values: Mapping[str, Any]) -> None:
+    """After all names: the Trainer's own schedule where the file says nothing, linear from the first update on."""
+    if "schedule" not in draft.settings and values.get("lr_scheduler_type") is None:
+        draft.assume("lr_scheduler_type", "wsd", "schedule")
+        draft.settings["decay_ratio"] = 1.0
+    said = [name for name in ("warmup_ratio", "warmup_steps") if values.get(name) is not None]
+    if str(values.get("lr_scheduler_type")) == "constant":  # whatever the file says of warm-up before or after it
+        draft.settings["warmup_ratio"] = 0.0
+    elif not said:
+        draft.assume("warmup_ratio", 0.0, "warmup_ratio")
+
+
 def optimizer(draft: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
     """The optimizer and how its states lie, which are two settings here."""
     found = _OPTIMIZERS.get(str(value))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard.migration.draft import Draft, Rule, no, number, of_no_effect, to, whole
-from onecard.migration.trainer import OWN_TEMPLATE, TRAINER, modules
+from onecard.migration.trainer import OWN_TEMPLATE, TRAINER, modules, shape_of_the_rate
 
 TOOL = "Unsloth"
 SIGNS = (
@@ -134,6 +134,7 @@ def _draft(file: Path, values: dict[str, Any], *, method: str | None, answers_on
             made.leave(name, "(computed)", "the script computes it, and is not run")
         del values[name]
     made.read(values, RULES)
+    shape_of_the_rate(made, values)
     if not _all_weights(values):
         made.assume("r", 16, "lora_rank")
         made.assume("lora_alpha", 16, "lora_alpha")
