@@ -13,6 +13,7 @@ from onecard.compress.card import card
 from onecard.compress.card_words import WORDS
 from onecard.config import CardConfig
 from onecard.errors import ConfigError
+from onecard.evaluate.ancestry import runs
 
 
 @pytest.fixture
@@ -103,3 +104,13 @@ def test_a_compressed_model_has_the_card_of_what_it_was_made_of(made: Path, tmp_
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "Made with onecard: pretrain → finetune." in text
     assert "| novel\\|one | 9 |" in text
+
+
+def test_a_merged_model_has_the_card_of_all_its_parts(made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(made, other)
+    merged = tmp_path / "merged"
+    shutil.copytree(made / "model", merged)
+    artifact.write_manifest(merged, "model", settings={}, parents=[tmp_path / "pretrain", made, other])
+    found = [run.name for run, _ in runs(merged)]
+    assert sorted(found) == ["finetune", "other", "pretrain"]

@@ -41,23 +41,25 @@ def trainings(model: Path) -> list[Training]:
 
 
 def runs(model: Path) -> list[tuple[Path, Manifest]]:
-    """The runs that made a model, the last first, as far back as their directories lie where they were."""
-    found: list[tuple[Path, Manifest]] = []
-    place: Path | None = model
-    for _ in range(_MOST_GENERATIONS):
-        if place is None:
-            break
+    """The runs that made a model, the last first, as far back as their directories lie where they were.
+
+    A run is followed to the model that it began with; one that was compressed or merged, to all that it was made of.
+    """
+    found: dict[Path, Manifest] = {}
+    places = [model]
+    while places and len(found) < _MOST_GENERATIONS:
+        place = places.pop(0)
         run = next((path for path in (place, place.parent) if _is_run(path)), None)
-        if run is None and not (place / artifact.MANIFEST).is_file():
-            break
-        # A model that was compressed or merged is no run itself, and names what it was made of.
+        if run in found or (run is None and not (place / artifact.MANIFEST).is_file()):
+            continue
         manifest = artifact.read_manifest(run or place)
+        parents = [Path(parent["path"]) for parent in manifest.parents if Path(parent["path"]).is_dir()]
         if run is not None:
-            found.append((run, manifest))
-        elif manifest.kind != "model":
-            break
-        place = next((Path(parent["path"]) for parent in manifest.parents if Path(parent["path"]).is_dir()), None)
-    return found
+            found[run] = manifest
+            places += parents[:1]
+        elif manifest.kind == "model":
+            places += parents
+    return list(found.items())
 
 
 def _is_run(path: Path) -> bool:
