@@ -94,11 +94,11 @@ def card_text(
 
 def generations(model: Path) -> list[Generation]:
     """The trainings of a model, the first first, as far back as their directories lie where they were."""
-    found = [
-        Generation(str(manifest.settings.get("plan", {}).get("verb", "")), run, manifest)
-        for run, manifest in runs(model)
+    # Of a merged model several began with the same one: by the time at which each was finished.
+    known = sorted(reversed(runs(model)), key=lambda found: found[1].created)
+    return [
+        Generation(str(manifest.settings.get("plan", {}).get("verb", "")), run, manifest) for run, manifest in known
     ]
-    return found[::-1]
 
 
 def _corpora(made: Sequence[Generation]) -> list[Manifest]:
