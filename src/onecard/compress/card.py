@@ -95,7 +95,8 @@ def card_text(
 def generations(model: Path) -> list[Generation]:
     """The trainings of a model, the first first, as far back as their directories lie where they were."""
     # Of a merged model several began with the same one: by the time at which each was finished.
-    known = sorted(reversed(runs(model)), key=lambda found: found[1].created)
+    known = runs(model)[::-1]
+    known.sort(key=lambda found: found[1].created)
     return [
         Generation(str(manifest.settings.get("plan", {}).get("verb", "")), run, manifest) for run, manifest in known
     ]
