@@ -15,10 +15,11 @@ import torch
 from onecard import artifact
 from onecard.config import DiagnoseConfig
 from onecard.data.split import question_is_held_out
-from onecard.errors import ConfigError
+from onecard.errors import ArtifactError, ConfigError, DataError
 from onecard.model.load import load_model, load_tokenizer
 from onecard.serve.diagnose import diagnose
 from onecard.serve.diagnosis import SETTINGS, Answered, Measures, causes, loops, recommended, verdict
+from onecard.serve.engine import Engine
 from onecard.serve.sampling import SamplingParameters, sampling_defaults
 from onecard.settings import build
 from onecard.tokenizer.template import encode_chat
@@ -170,3 +171,29 @@ def test_rows_that_are_not_known_are_asked_for(tmp_path: Path, tiny_model_direct
     with pytest.raises(ConfigError, match="not known") as caught:
         diagnose(build(DiagnoseConfig, {"model": str(tiny_model_directory), "output": str(tmp_path / "out")}))
     assert "--questions" in caught.value.remedy
+
+
+def test_questions_that_fill_the_context_are_counted(
+    tmp_path: Path, tiny_model_directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": text, "completion": "Yes."} for text in ("short", "long " * 200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": str(tiny_model_directory), "questions": [str(path)], "max_new_tokens": 2,
+        "output": str(tmp_path / "o"),
+    }  # fmt: skip
+    assert diagnose(build(DiagnoseConfig, settings))["questions"] == 1
+    assert "1 questions are left out: they fill the context of 256 tokens" in capfd.readouterr().err
+    path.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DataError, match="leaves room"):
+        diagnose(build(DiagnoseConfig, settings | {"output": str(tmp_path / "p")}))
+
+
+def test_a_model_that_fails_is_not_measured_as_silent(
+    tmp_path: Path, tiny_model_directory: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "_accept", lambda self, request, *_: bool(request.finish("error", "NaN")) or True)
+    settings = {"model": str(tiny_model_directory), "questions": [str(chats)], "output": str(tmp_path / "out")}
+    with pytest.raises(ArtifactError, match="NaN"):
+        diagnose(build(DiagnoseConfig, settings))

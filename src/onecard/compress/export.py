@@ -53,8 +53,13 @@ def export(config: ExportConfig) -> dict[str, Any]:
     writer = Writer(directory, tokenizer) if files else None
     plans = {chosen: writer.plan(chosen) for chosen in files} if writer is not None else {}
     artifact.check_output(config.output, overwrite=config.overwrite, inputs=[config.model])
-    whole = [weight_bytes(directory) for chosen in asked if chosen in _DIRECTORIES]
-    check_room(config.output, sum(plan.bytes for plan in plans.values()) + sum(whole))
+    # Weights of 16 bits become twice as large in fp32.
+    whole = sum(
+        (2 if chosen == "safetensors_f32" else 1) * weight_bytes(directory)
+        for chosen in asked
+        if chosen in _DIRECTORIES
+    )
+    check_room(config.output, sum(plan.bytes for plan in plans.values()) + whole)
     reference = logits(load_model(directory), documents(tokenizer))
     rows: list[dict[str, Any]] = []
     with artifact.new_output(config.output, overwrite=config.overwrite, inputs=[config.model]) as folder:

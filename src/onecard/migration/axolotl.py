@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard.migration.draft import Draft, Note, Rule, no, number, of_no_effect, to, whole
-from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, checkpointing, modules
+from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, checkpointing, held_out_share, modules
 
 TOOL = "Axolotl"
 SIGNS = ("base_model", "micro_batch_size", "sequence_len", "datasets", "adapter", "val_set_size", "sample_packing")
@@ -68,13 +68,6 @@ def _prompts_too(made: Draft, name: str, value: Any, _: Mapping[str, Any]) -> No
         made.put(name, "everything", "learn", given=value)
     else:
         made.pass_over(name)
-
-
-def _share(made: Draft, name: str, value: Any, _: Mapping[str, Any]) -> None:
-    if number(value) < 1:
-        made.put(name, number(value), "held_out")
-    else:
-        made.leave(name, value, "held_out is a share of the rows (default 0.02), not a number of them")
 
 
 def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
@@ -229,7 +222,7 @@ RULES: dict[str, Rule] = {
     "adapter": _adapter,
     "micro_batch_size": to("batch_size", whole),
     "sequence_len": to("max_length", whole),
-    "val_set_size": _share,
+    "val_set_size": held_out_share,
     "sample_packing": to("packing"),
     "train_on_inputs": _prompts_too,
     "lora_alpha": _of_adapters("lora_alpha", number),

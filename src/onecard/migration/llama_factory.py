@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onecard.migration.draft import Draft, Note, Rule, no, number, of_no_effect, to, whole
-from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, modules, shape_of_the_rate
+from onecard.migration.trainer import ONE_CARD, OWN_TEMPLATE, TRAINER, held_out_share, modules, shape_of_the_rate
 
 TOOL = "LLaMA-Factory"
 SIGNS = ("model_name_or_path", "finetuning_type", "stage", "cutoff_len", "dataset_dir", "template", "dataset")
@@ -104,13 +104,6 @@ def _pissa(made: Draft, name: str, value: Any, _: Mapping[str, Any]) -> None:
         made.put(name, "pissa", "lora_start", given=value)
     else:
         made.pass_over(name)
-
-
-def _share(made: Draft, name: str, value: Any, _: Mapping[str, Any]) -> None:
-    if number(value) < 1:
-        made.put(name, number(value), "held_out")
-    else:
-        made.leave(name, value, "held_out is a share of the rows (default 0.02), not a number of them")
 
 
 def _datasets(made: Draft, name: str, value: Any, values: Mapping[str, Any]) -> None:
@@ -206,7 +199,7 @@ RULES: dict[str, Rule] = {
     "dataset": _datasets,
     "eval_dataset": _datasets,
     "cutoff_len": to("max_length", whole),
-    "val_size": _share,
+    "val_size": held_out_share,
     "lora_rank": _adapters_only("lora_rank", whole),
     "lora_alpha": _adapters_only("lora_alpha", number),
     "lora_dropout": _adapters_only("lora_dropout", number),

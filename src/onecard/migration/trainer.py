@@ -77,6 +77,14 @@ def schedule(draft: Draft, name: str, value: Any, values: Mapping[str, Any]) -> 
         draft.leave(name, value, "onecard has cosine, and wsd (linear, constant)")
 
 
+def held_out_share(made: Draft, name: str, value: Any, _: Mapping[str, Any]) -> None:
+    """What is held out, as a share of the rows."""
+    if number(value) < 1:
+        made.put(name, number(value), "held_out")
+    else:
+        made.leave(name, value, "held_out is a share of the rows (default 0.02), not a number of them")
+
+
 def shape_of_the_rate(draft: Draft, values: Mapping[str, Any]) -> None:
     """After all names: the Trainer's own schedule where the file says nothing, linear from the first update on."""
     if "schedule" not in draft.settings and values.get("lr_scheduler_type") is None:

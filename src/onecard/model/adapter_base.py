@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 from onecard import artifact, console
@@ -59,7 +60,6 @@ def merged(path: Path) -> Path:
     ArtifactError or ConfigError for an adapter without its base, for another one, or that cannot be added.
     """
     from onecard.model.adapter_files import open_adapter
-    from onecard.model.load import weights_hash
 
     base = base_of(path)
     adapter = open_adapter(path)
@@ -69,7 +69,7 @@ def merged(path: Path) -> Path:
             f"The base of {path}, {base}, is rounded to few bits: what an adapter adds would be rounded away.",
             f"Name the whole base in {SETTINGS} (base_model_name_or_path).",
         )
-    own = weights_hash(base)
+    own = _weights_mark(base, tuple((file.name, *_state(file)) for file in sorted(base.glob("*.safetensors"))))
     if adapter.base_weights is not None and adapter.base_weights != own:
         raise ArtifactError(
             f"The adapter in {path} was trained beside other weights than those in {base} now.",
@@ -84,6 +84,19 @@ def merged(path: Path) -> Path:
     if not made:
         _make(path, base, target)
     return made[0] if made else target
+
+
+def _state(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@lru_cache
+def _weights_mark(base: Path, _: tuple[tuple[str, int, int], ...]) -> str:
+    """The hash of a base's weights, once for each state of its files: a verb asks several times, and they are large."""
+    from onecard.model.load import weights_hash
+
+    return weights_hash(base)
 
 
 def tokenizer_files(path: Path) -> list[Path]:

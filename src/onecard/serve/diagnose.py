@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from onecard import artifact, console
 from onecard.config import DiagnoseConfig
-from onecard.errors import ConfigError, DataError
-from onecard.evaluate.ancestry import learned_by, trainings
+from onecard.errors import ArtifactError, ConfigError, DataError
+from onecard.evaluate.ancestry import learned_by, runs, trainings
 from onecard.evaluate.measuring import without_refused
 from onecard.evaluate.questions import Question, choose
 from onecard.evaluate.repetition import measure
 from onecard.evaluate.similarity import f1
 from onecard.model.adapter_base import is_adapter
 from onecard.model.gguf_file import is_gguf
-from onecard.model.load import load_model, load_tokenizer, model_directory
+from onecard.model.load import load_architecture, load_model, load_tokenizer, model_directory
 from onecard.report import Page
 from onecard.serve.diagnosis import (
     NOW,
@@ -40,9 +40,10 @@ from onecard.serve.diagnosis import (
     rows,
     verdict,
 )
-from onecard.serve.opening import open_engine
+from onecard.serve.opening import context_length, open_engine
 from onecard.serve.requests import FinishEvent, GenerationParameters, TokenEvent
 from onecard.settings import Source
+from onecard.tokenizer.template import encode_chat, stop_token_ids
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,6 +71,7 @@ def diagnose(config: DiagnoseConfig) -> dict[str, Any]:
         raise ConfigError(f"The model in {config.model} has no chat template.", "Give a model made for chat.")
     sources = config.questions or _sources_of(config.model)
     questions, held_out, learned = _questions(config, directory, sources)
+    questions = _fitting(config, directory, tokenizer, questions)
     found = Measures(len(questions), held_out)
     _measure_data(found, [question.reference for question in learned])
     found.truncated = _truncated(config.model)
@@ -122,12 +124,11 @@ def _short(result: dict[str, Any]) -> dict[str, Any]:
 
 def _sources_of(model: Path) -> list[Source]:
     """The rows that the model's run learned from, where they still lie."""
-    for place in (model, model.resolve().parent):
-        if (place / artifact.MANIFEST).is_file() and (manifest := artifact.read_manifest(place)).kind == "run":
-            asked = manifest.settings.get("asked", {}).get("sources", [])
-            found = [Source.model_validate(source) for source in asked]
-            if found and all(source.path.startswith("package:") or Path(source.path).exists() for source in found):
-                return found
+    for _, manifest in runs(model)[:1]:
+        asked = manifest.settings.get("asked", {}).get("sources", [])
+        found = [Source.model_validate(source) for source in asked]
+        if found and all(source.path.startswith("package:") or Path(source.path).exists() for source in found):
+            return found
     raise ConfigError(
         f"The rows that {model} learned from are not known or not there any more.",
         "Give --questions: chat rows with the right answers.",
@@ -155,6 +156,22 @@ def _questions(
     return asked, held_out, chosen["learned"] or chosen["held_out"]
 
 
+def _fitting(config: DiagnoseConfig, directory: Path, tokenizer: Any, questions: list[Question]) -> list[Question]:
+    """Those that leave room for an answer; says how many do not."""
+    longest = context_length(load_architecture(directory), config.max_length)
+    kept = [
+        question
+        for question in questions
+        if len(encode_chat(tokenizer, question.messages, tools=question.tools, add_generation_prompt=True).ids)
+        < longest
+    ]
+    if len(kept) < len(questions):
+        console.warn(f"{len(questions) - len(kept)} questions are left out: they fill the context of {longest} tokens.")
+    if not kept:
+        raise DataError("No question leaves room for an answer.", "Raise max_length, or give shorter questions.")
+    return kept
+
+
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
@@ -168,19 +185,16 @@ def _measure_data(found: Measures, answers: Sequence[str]) -> None:
 
 def _truncated(model: Path) -> float:
     """The share of the rows of the model's run that were cut; 0 where that is not known."""
-    for place in (model, model.resolve().parent):
-        if (place / artifact.MANIFEST).is_file():
-            facts = artifact.read_manifest(place).result.get("rows", {})
-            if isinstance(facts, dict) and facts.get("kept"):
-                return float(facts.get("truncated", 0)) / float(facts["kept"])
+    for _, manifest in runs(model)[:1]:
+        facts = manifest.result.get("rows", {})
+        if isinstance(facts, dict) and facts.get("kept"):
+            return float(facts.get("truncated", 0)) / float(facts["kept"])
     return 0.0
 
 
 def _measure_end(found: Measures, directory: Path, tokenizer: Any, questions: Sequence[Question]) -> None:
     """What the model thinks of ending its turn after each whole reference answer."""
     import torch
-
-    from onecard.tokenizer.template import encode_chat, stop_token_ids
 
     stops = set(stop_token_ids(tokenizer))
     model: Any = load_model(directory)
@@ -219,20 +233,17 @@ def _answer(
     advance: Callable[[float], None],
 ) -> list[tuple[str, str]]:
     """The text and the reason of the end of each answer, the same for the same seed."""
-    from onecard.tokenizer.template import encode_chat
-
     sampling = setting.sampling or engine.sampling_defaults
     answered: list[tuple[str, str]] = []
     for begin in range(0, len(questions), config.max_concurrent):
         handles = []
         for place, question in enumerate(questions[begin : begin + config.max_concurrent], begin):
             ids = encode_chat(tokenizer, question.messages, tools=question.tools, add_generation_prompt=True).ids
-            room = max(1, engine.max_length - len(ids))
             handles.append(
                 engine.submit(
-                    ids[: engine.max_length - 1],
+                    ids,
                     GenerationParameters(
-                        max_tokens=min(config.max_new_tokens, room),
+                        max_tokens=min(config.max_new_tokens, engine.max_length - len(ids)),
                         sampling=replace(sampling, seed=config.seed + place),
                     ),
                 )
@@ -241,7 +252,10 @@ def _answer(
             text, reason = "", ""
             for event in handle:
                 text += event.text if isinstance(event, TokenEvent | FinishEvent) else ""
-                reason = event.reason if isinstance(event, FinishEvent) else reason
+                if isinstance(event, FinishEvent):
+                    reason = event.reason
+                    if reason == "error":
+                        raise ArtifactError(event.error, "Train again, or take an earlier checkpoint.")
             answered.append((text, reason))
             advance(1)
     return answered
