@@ -46,10 +46,6 @@ class Metrics:
         """An HTTP answer was begun."""
         self._answers[status] += 1
 
-    def begin(self) -> float:
-        """The moment a request was handed in."""
-        return time.monotonic()
-
     def count_first_token(self, begun: float) -> None:
         """The first token of an answer came."""
         self._first.add(time.monotonic() - begun)
